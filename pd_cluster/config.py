@@ -1,0 +1,136 @@
+"""One strict TOML file describes a cluster; every key can be overridden with `--set section.key=value`."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from pd_cluster.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str = "demo"  # a directory, a .gguf file, a hub id, or `demo` for the bundled model
+    served_model_name: str | None = None  # defaults to the last part of `path`
+    dtype: Dtype = "auto"
+    max_model_len: int | None = None  # defaults to what the model and memory allow
+    load: Literal["weights", "random"] = "weights"
+
+
+class KvSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    block_size: int = 64  # tokens; prefill and decode may override it
+    num_blocks: int | None = None  # for each rank; defaults from measured free memory
+    memory_fraction: float = 0.5  # of what is free on this host after loading, shared by its ranks
+    max_bytes: int = 2 << 30  # an upper bound for each rank when measured
+    prefix_cache: bool = True
+    verify: bool = False  # checksum every transfer
+    lease_s: float = 30.0
+    transfer_deadline_s: float = 30.0
+
+
+class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool. `instances` engines of data_parallel x tensor_parallel ranks each."""
+
+    instances: int = 1
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    redundant_experts: int = 0
+    block_size: int | None = None
+    num_blocks: int | None = None
+    threads: int = 1  # torch threads of each rank
+
+
+class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    max_queue: int = 1024
+    request_timeout_s: float = 600.0
+    max_retries: int = 3
+    api_key: str | None = None
+
+
+class LaunchSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    launcher: Literal["process", "ray"] = "process"
+    start_timeout_s: float = 600.0
+    max_restarts: int = 3
+    ray_address: str | None = None
+
+
+class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: ModelSection = field(default_factory=ModelSection)
+    kv: KvSection = field(default_factory=KvSection)
+    prefill: EngineSection = field(default_factory=lambda: EngineSection(max_num_batched_tokens=2048))
+    decode: EngineSection = field(default_factory=EngineSection)
+    router: RouterSection = field(default_factory=RouterSection)
+    launch: LaunchSection = field(default_factory=LaunchSection)
+    colocated: bool = False  # no prefill pool: the decode engines do both
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def load_config(path: Path | None = None, overrides: list[str] | None = None, values: dict[str, Any] | None = None) -> ClusterConfig:
+    """Read `path`, then apply `overrides` (`section.key=value`) and `values` (by dotted key; None is skipped).
+
+    Raises ConfigError that names the file and the key.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    pairs: list[tuple[str, Any]] = []
+    for override in overrides or []:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"--set wants section.key=value, got {override!r}")
+        pairs.append((key.strip(), _parse_value(text.strip())))
+    pairs += [(key, value) for key, value in (values or {}).items() if value is not None]
+    for key, value in pairs:
+        section = data
+        *parents, last = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key}: {parent} is not a section")
+        section[last] = value
+    defaults = msgspec.to_builtins(ClusterConfig())
+    for name, section in data.items():
+        if isinstance(section, dict) and isinstance(defaults.get(name), dict):
+            unknown = set(section) - set(defaults[name])
+            if unknown:
+                raise ConfigError(f"unknown key {name}.{sorted(unknown)[0]}; known: {', '.join(sorted(defaults[name]))}")
+            defaults[name] |= section
+        else:
+            defaults[name] = section
+    try:
+        config = msgspec.convert(defaults, ClusterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"invalid configuration: {error}") from error
+    _validate(config)
+    return config
+
+
+def _validate(config: ClusterConfig) -> None:
+    for name in ("prefill", "decode"):
+        section: EngineSection = getattr(config, name)
+        for key in ("instances", "tensor_parallel", "data_parallel", "max_num_seqs", "max_num_batched_tokens", "threads"):
+            if getattr(section, key) < 1:
+                raise ConfigError(f"{name}.{key} must be at least 1, got {getattr(section, key)}")
+        block_size = section.block_size or config.kv.block_size
+        if block_size < 16 or block_size % 16:
+            raise ConfigError(f"{name}: block_size must be a multiple of 16, got {block_size}")
+    if not 0 < config.kv.memory_fraction < 1:
+        raise ConfigError(f"kv.memory_fraction must be between 0 and 1, got {config.kv.memory_fraction}")
