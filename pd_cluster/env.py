@@ -1,0 +1,34 @@
+"""Every environment variable that the cluster reads or sets, in one place.
+
+- PD_CLUSTER_LOG_DIR: keep the ranks' log files here (default: a temporary directory, kept only after a failure)
+- PD_CLUSTER_DEBUG: 1 shows tracebacks instead of one line for an error
+- UCX_TLS: transports of UCX; `shm,self,tcp` when unset, the fastest between processes of one Linux host
+- OMP_NUM_THREADS and its kin: set in every rank from `threads` of its pool, since ranks share the cores of their host
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+UCX_TLS_DEFAULT = "shm,self,tcp"
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def debug() -> bool:
+    return os.environ.get("PD_CLUSTER_DEBUG", "") not in ("", "0")
+
+
+def log_dir() -> Path | None:
+    """Where rank logs are to be kept; None when the user named no place."""
+    value = os.environ.get("PD_CLUSTER_LOG_DIR")
+    return Path(value) if value else None
+
+
+def rank_variables(threads: int, base: Mapping[str, str]) -> dict[str, str]:
+    """What a rank's environment must hold beside `base`. A user's own UCX_TLS and log level stay."""
+    variables = {name: str(threads) for name in THREAD_VARIABLES}
+    variables["PYTHONUNBUFFERED"] = "1"
+    variables["UCX_TLS"] = base.get("UCX_TLS", UCX_TLS_DEFAULT)
+    variables["TORCH_CPP_LOG_LEVEL"] = base.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return variables

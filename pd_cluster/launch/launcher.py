@@ -1,0 +1,51 @@
+"""A launcher starts rank processes somewhere and lets the supervisor watch and end them.
+
+Two stand behind this contract: `process` (children of this process) and `ray` (actors of a Ray cluster). One thread
+calls them.
+"""
+
+from typing import Protocol
+
+from pd_cluster.launch.spec import RankSpec
+
+
+class RankHandle(Protocol):
+    """One rank process, from its start to its end."""
+
+    @property
+    def spec(self) -> RankSpec:
+        """What it was started with, as the launcher completed it."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id on its host; None while unknown."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives. After that no instruction of it runs any more."""
+
+    def terminate(self) -> None:
+        """Ask it to end by itself."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for its end; None when it still lives after `timeout_s`."""
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        """The last lines it wrote to stdout and stderr."""
+
+
+class Launcher(Protocol):
+    @property
+    def host(self) -> str:
+        """The address of this process as ranks reach it."""
+
+    def start(self, specs: list[RankSpec]) -> list[RankHandle]:
+        """Start ranks of one or more engines, all or none.
+
+        Raises Unavailable when there is no room now, ConfigError when it can never work.
+        """
+
+    def close(self) -> None:
+        """Release everything; ranks still alive are killed."""

@@ -1,0 +1,118 @@
+"""The process launcher: every rank is a child process of this one, with its own session and log file.
+
+A rank gets its spec on stdin, so that no secret stands in an environment or a command line, and stdin stays open for as
+long as the parent lives. Call from a thread that lives as long as the ranks shall: see `child.py`.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pd_cluster import env
+from pd_cluster.errors import Unavailable
+from pd_cluster.launch.launcher import RankHandle
+from pd_cluster.launch.spec import RankSpec, encode_spec
+
+LOG_TAIL_BYTES = 16 << 10
+
+
+class ProcessHandle:
+    def __init__(self, spec: RankSpec, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.spec = spec
+        self._process = process
+        self._log = log
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            # the rank leads its process group, and is not reaped yet: the id cannot be another's
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int | None:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-num_lines:])
+
+    def release(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+class ProcessLauncher:
+    """`command` is what a rank runs; it takes a RankSpec as a line of JSON on stdin."""
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        self._command = command or [sys.executable, "-m", "pd_cluster.launch.rank"]
+        self._handles: list[ProcessHandle] = []
+        self._keep_logs = env.log_dir() is not None
+        self.logs = env.log_dir() or Path(tempfile.mkdtemp(prefix="pd-cluster-"))
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, specs: list[RankSpec]) -> list[RankHandle]:
+        started: list[ProcessHandle] = []
+        try:
+            for spec in specs:
+                started.append(self._start(spec))
+        except OSError as error:
+            for handle in started:
+                handle.kill()
+            raise Unavailable(f"cannot start {specs[len(started)].name}: {error.strerror}") from error
+        finally:
+            self._handles += started
+        return list(started)
+
+    def _start(self, spec: RankSpec) -> ProcessHandle:
+        log = self.logs / f"{spec.name}-{spec.epoch}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | env.rank_variables(spec.threads, os.environ),
+            )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(encode_spec(spec) + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died already: its exit code and log say why
+        return ProcessHandle(spec, process, log)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.kill()
+        for handle in self._handles:
+            self._keep_logs |= handle.wait(10.0) not in (0, -signal.SIGTERM, -signal.SIGKILL)
+            handle.release()
+        self._handles.clear()
+        if not self._keep_logs:
+            shutil.rmtree(self.logs, ignore_errors=True)

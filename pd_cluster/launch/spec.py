@@ -1,0 +1,106 @@
+"""What a rank is told when it starts, and what it answers through the store once it serves or cannot.
+
+    supervisor --RankSpec--> launcher --> rank process
+    supervisor <--RankProgress, RankReport-- store <-- rank process
+
+Keys of one life of an engine begin with its epoch, so that a new life never reads what an old one wrote.
+"""
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from pd_cluster.config import ClusterConfig, EngineSection
+from pd_cluster.errors import ErrorInfo
+from pd_cluster.ids import EngineEpoch, EngineId, Rank, WorkerId, worker_id
+
+Role = Literal["prefill", "decode", "colocated"]
+
+LEASE_KEY = "lease"
+"""The supervisor counts this key up every second; a rank that sees it stand still for LEASE_S ends itself."""
+
+LEASE_S = 15.0
+
+
+class RankSpec(Struct, frozen=True, kw_only=True):
+    """One rank of one life of an engine. Equal on all ranks but for `rank`."""
+
+    role: Role
+    engine_id: EngineId
+    epoch: EngineEpoch
+    rank: Rank
+    data_parallel: int
+    tensor_parallel: int
+    config: ClusterConfig
+    store_host: str
+    store_port: int
+    bind_host: str = "127.0.0.1"  # where the rank listens, and what its peers dial
+    backend: Literal["nixl"] = "nixl"
+    threads: int = 1
+    ranks_on_host: int = 1  # they share the memory and cores of their host
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tensor_parallel
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tensor_parallel
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this rank speaks for its worker."""
+        return self.tp_rank == 0
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return worker_id(self.engine_id, self.dp_rank)
+
+    @property
+    def section(self) -> EngineSection:
+        return self.config.prefill if self.role == "prefill" else self.config.decode
+
+    @property
+    def name(self) -> str:
+        """For logs and file names: `decode-0.3` is rank 3 of decode-0."""
+        return f"{self.engine_id}.{self.rank}"
+
+
+class RankReport(Struct, frozen=True, kw_only=True):
+    """A rank serves, or says why it cannot. Written once in a life."""
+
+    rank: Rank
+    pid: int
+    control_address: str | None = None  # "host:port"; of leads only
+    num_blocks: int = 0
+    block_bytes: int = 0  # on this rank
+    load_s: float = 0.0
+    error: ErrorInfo | None = None
+
+
+class RankProgress(Struct, frozen=True, array_like=True):
+    """How far a start is: `done` of `total` units of `stage` (`weights`: tensors)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+encode_spec = msgspec.json.Encoder().encode
+decode_spec = msgspec.json.Decoder(RankSpec).decode
+encode_message = msgspec.msgpack.Encoder().encode
+decode_report = msgspec.msgpack.Decoder(RankReport).decode
+decode_progress = msgspec.msgpack.Decoder(RankProgress).decode
+
+
+def report_key(epoch: EngineEpoch, rank: Rank) -> str:
+    return f"{epoch}/report/{rank}"
+
+
+def progress_key(epoch: EngineEpoch, rank: Rank) -> str:
+    return f"{epoch}/progress/{rank}"

@@ -1,0 +1,116 @@
+"""The store: a small key-value server in the supervisor's process on which the ranks of an engine meet.
+
+Ranks build their process groups on it and report through it. It outlives every rank, so survivors and successors can
+meet again. A connection's blocking calls exclude each other; whoever waits for a peer takes a connection of its own by
+`connect`.
+"""
+
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from pd_cluster.errors import Unavailable
+from pd_cluster.ids import EngineEpoch, Rank
+from pd_cluster.launch.spec import (
+    LEASE_KEY,
+    LEASE_S,
+    RankProgress,
+    RankReport,
+    decode_progress,
+    decode_report,
+    encode_message,
+    progress_key,
+    report_key,
+)
+
+TIMEOUT_S = 30.0
+
+
+def connect(host: str, port: int, timeout_s: float = TIMEOUT_S) -> TCPStore:
+    """A new connection; `timeout_s` bounds connecting and every wait for a key. Raises Unavailable."""
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except DistError as error:
+        raise Unavailable(f"no store answers at {host}:{port}: the supervisor is gone, or out of reach") from error
+
+
+def read(store: TCPStore, key: str) -> bytes | None:
+    """The value of `key`, or None when nobody wrote it; never waits for a writer."""
+    return bytes(store.get(key)) if store.check([key]) else None
+
+
+def write(store: TCPStore, key: str, value: bytes) -> None:
+    store.set(key, value)  # type: ignore[arg-type]  # takes bytes, its annotation says str
+
+
+class StoreServer:
+    """The supervisor's side. Listens only on `host`. Thread-safe."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((host, 0))
+            listener.listen(1024)
+            self.host = host
+            self.port: int = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=TIMEOUT_S),
+                master_listen_fd=listener.detach(),
+            )
+        self._beats = 0
+
+    @property
+    def store(self) -> TCPStore:
+        assert self._store is not None, "the store is closed"
+        return self._store
+
+    def beat(self) -> None:
+        """Extend the lease of every rank."""
+        self._beats += 1
+        self.store.set(LEASE_KEY, str(self._beats))
+
+    def report(self, epoch: EngineEpoch, rank: Rank) -> RankReport | None:
+        data = read(self.store, report_key(epoch, rank))
+        return None if data is None else decode_report(data)
+
+    def progress(self, epoch: EngineEpoch, rank: Rank) -> RankProgress | None:
+        data = read(self.store, progress_key(epoch, rank))
+        return None if data is None else decode_progress(data)
+
+    def close(self) -> None:
+        """Stop serving: ranks that still live lose their lease."""
+        self._store = None
+
+
+class RankStore:
+    """A rank's side: a connection of its own for reports and the lease."""
+
+    def __init__(self, host: str, port: int, epoch: EngineEpoch, rank: Rank) -> None:
+        self._store = connect(host, port)
+        self._epoch = epoch
+        self._rank = rank
+        self._lease: bytes | None = None
+        self._lease_seen_s: float | None = None
+
+    def report(self, report: RankReport) -> None:
+        write(self._store, report_key(self._epoch, self._rank), encode_message(report))
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        write(self._store, progress_key(self._epoch, self._rank), encode_message(RankProgress(stage, done, total)))
+
+    def lease_held(self, now_s: float) -> bool:
+        """Whether the supervisor gave a sign within LEASE_S. Call it every second or so; False means: end yourself."""
+        try:
+            lease = read(self._store, LEASE_KEY)
+        except DistError:
+            return False
+        if self._lease_seen_s is None or lease != self._lease:
+            self._lease = lease
+            self._lease_seen_s = now_s
+        return now_s - self._lease_seen_s < LEASE_S
