@@ -1,0 +1,63 @@
+# make demo   install what is needed and watch a small cluster answer
+# make check  lint, types, import contract, generated stubs
+# make test   all tests
+# make bench  measure this machine
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# On a machine with NVIDIA GPUs: make TORCH_INDEX=URL ...
+TORCH_INDEX ?= 
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo check format test bench clean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -4
+
+venv: $(VENV)/.dev
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or say PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11: say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# torch comes first and alone, so that a machine without GPUs does not fetch gigabytes of CUDA
+$(VENV)/.run: pyproject.toml | $(BIN)/python
+	@version=$$(sed -n 's/^ *"torch==\([0-9.]*\)".*/\1/p' pyproject.toml); \
+	$(BIN)/python -c "import sys, importlib.metadata as m; sys.exit(m.version('torch').split('+')[0] != '$$version')" 2>/dev/null || \
+		$(PIP) install -q --retries 1 --no-deps --index-url $(TORCH_INDEX) torch==$$version || \
+		$(PIP) install -q --no-deps torch==$$version
+	$(PIP) install -q -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) install -q -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.run
+	$(BIN)/pd-cluster demo
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pd_cluster.rpc.generate --check
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.run
+	$(BIN)/pd-cluster bench transfer
+	$(BIN)/pd-cluster bench serve
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
