@@ -1,4 +1,4 @@
-"""A model's architecture in one normalised form, read from config.json of a Hugging Face directory or from GGUF metadata.
+"""A model's architecture in one normalised form, read from a Hugging Face config.json or from GGUF metadata.
 
 Families differ in values here, not in code: a dense Llama, Qwen3, Mixtral and DeepSeek share the same transformer.
 """
@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class RopeConfig(Struct, frozen=True, kw_only=True):
-    """Rotary embedding. `kind` default, linear, llama3 or yarn; `interleaved`: pairs are (2i, 2i+1) rather than (i, i + d/2)."""
+    """Rotary embedding. `interleaved`: pairs are (2i, 2i + 1) rather than (i, i + dim / 2)."""
 
     theta: float
     dim: int

@@ -25,6 +25,6 @@ class WeightSource(Protocol):
     ) -> Tensor:
         """The tensor, of whole shape `shape`, cut to [start, end) `rows` of dim 0 and `cols` of dim 1, as `dtype`.
 
-        Reads only that part from the file; block-quantised weights come dequantised. The result owns its memory. Raises ModelError that
-        names the tensor when it is missing or its shape in the file differs from `shape`.
+        Reads only that part from the file; block-quantised weights come dequantised. The result owns its memory.
+        Raises ModelError that names the tensor when it is missing or its shape in the file differs from `shape`.
         """
