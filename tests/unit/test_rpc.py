@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
-import uvloop
 from grpc import aio
 
 from pd_cluster import messages as m
@@ -40,11 +39,6 @@ INFO = m.WorkerInfo(
     max_num_batched_tokens=64,
 )
 EPOCH = EngineEpoch("epoch-1")
-
-
-@pytest.fixture
-def event_loop_policy():
-    return uvloop.EventLoopPolicy()  # the loop of every process
 
 
 class Worker:
