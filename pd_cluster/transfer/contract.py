@@ -1,15 +1,27 @@
 """What a transfer backend does: write ranges of its own memory into a peer's, and deliver small records.
 
-Three implementations: `nixl` (production), `local` (threads of one process), `faulty` (drops, delays, reorders, corrupts and fails by
-seed, around another). A backend is driven by one thread that posts and polls; nothing else touches it.
+Three implementations: `nixl` (production), `local` (threads of one process), `faulty` (drops, delays, reorders,
+corrupts and fails by seed, around another). A backend is driven by one thread that posts and polls; nothing else
+touches it.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from pd_cluster.ids import EngineEpoch, EngineId, Rank, TransferId
 from pd_cluster.kv.layout import KvFingerprint, KvLayout
+
+Memory = Literal["DRAM", "VRAM"]
+
+
+class Arena(Struct, frozen=True, kw_only=True):
+    """The memory of one rank that holds its KV; it outlives the backend that registers it."""
+
+    base_address: int
+    num_bytes: int
+    memory: Memory = "DRAM"
+    device_id: int = 0
 
 
 class RankEndpoint(Struct, frozen=True, kw_only=True):
@@ -22,6 +34,7 @@ class RankEndpoint(Struct, frozen=True, kw_only=True):
     num_bytes: int
     device_id: int
     layout: KvLayout
+    memory: Memory = "DRAM"
 
 
 class WorkerEndpoint(Struct, frozen=True, kw_only=True):
@@ -45,19 +58,20 @@ class CopyRange(Struct, frozen=True, array_like=True):
 class SourceRecord(Struct, frozen=True, kw_only=True, tag="source"):
     """Notification of one completed write, ordered behind it: which units of which transfer now lie in the target.
 
-    A target rank is filled when every source that owes it bytes has covered [first_unit, last_unit) of the transfer; `commit` comes
-    with the lead source's last write.
+    A target rank is filled when every source that owes it bytes has covered all units of the transfer and `commit` is
+    there, which comes with the last write of the rank's first source.
     """
 
     transfer_id: TransferId
     epoch: EngineEpoch  # the target's; a record for another life is dropped
     source: int  # TP rank within the source worker
     num_sources: int  # how many source ranks write to this target rank
-    first_unit: int
+    head_ids: tuple[int, ...]  # global ids of the heads this source writes here, the same in all its records
+    first_unit: int  # counted from the sequence's first token
     num_units: int
     total_units: int  # units this source owes this target in this transfer
     num_bytes: int
-    checksum: int | None = None  # over the written bytes, when verification is on
+    checksum: int | None = None  # with verification: over the bytes by unit, then head as in `head_ids`
     commit: "CommitRecord | None" = None
 
 
@@ -74,7 +88,7 @@ class CommitRecord(Struct, frozen=True, kw_only=True):
 
 
 class StoppedRecord(Struct, frozen=True, kw_only=True, tag="stopped"):
-    """The source will write nothing more for this transfer: the target may reuse its blocks once all sources said so."""
+    """The source writes nothing more for this transfer: the target may reuse its blocks once all sources said so."""
 
     transfer_id: TransferId
     epoch: EngineEpoch
@@ -86,7 +100,7 @@ Record = SourceRecord | StoppedRecord
 
 
 class Write(Struct, frozen=True, kw_only=True):
-    """A write of several ranges to one peer rank, with the record that follows it. `copies` may be empty: record only."""
+    """A write of several ranges to one peer rank, and the record that follows it; without `copies` only the record."""
 
     write_id: int
     transfer_id: TransferId
@@ -105,7 +119,7 @@ class WriteDone(Struct, frozen=True):
 
 
 class WriteFailed(Struct, frozen=True):
-    """The write will not complete. `quiet`: no byte of it can land any more; otherwise it may still, until the process dies."""
+    """The write will not complete. `quiet`: no byte of it can land any more; else it may until this process dies."""
 
     write_id: int
     transfer_id: TransferId
@@ -139,7 +153,10 @@ class Backend(Protocol):
         """What happened since the last call; does not block."""
 
     def cancel(self, transfer_id: TransferId) -> None:
-        """Stop this transfer's writes as far as possible; each then ends as WriteDone or WriteFailed."""
+        """Stop this transfer's writes as far as possible. Each ends by an event once no byte of it can land any more;
+
+        one to a peer that neither answers nor dies stays open until `disconnect`.
+        """
 
     def close(self) -> None:
         """Release everything."""
