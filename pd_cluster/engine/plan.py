@@ -55,8 +55,10 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Sampled(Struct, frozen=True, array_like=True):
+    """The token chosen for a sequence; None when its logits are not numbers, which fails that request and nothing else."""
+
     request_id: RequestId
-    token_id: int
+    token_id: int | None
     logprobs: TokenLogprobs | None = None
 
 
