@@ -1,0 +1,249 @@
+"""The life of one engine as its supervisor decides it: starting -> ready -> ending -> backoff -> starting ..., pure.
+
+An engine cannot go on without one of its ranks: when one dies the rest are killed, and only when all are seen dead is
+the epoch announced as dead, for then nothing of it writes any more. A first start that fails is not repeated: its cause
+is most likely the configuration, and the user waits for it.
+"""
+
+import signal
+from collections.abc import Callable
+from enum import StrEnum
+
+from msgspec import Struct
+
+from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable, from_info
+from pd_cluster.ids import EngineEpoch, EngineId, Rank
+from pd_cluster.launch.spec import RankReport
+
+GRACE_S = 5.0
+"""How long ranks may take to end by themselves when the cluster stops."""
+
+BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+FORGIVEN_S = 300.0
+"""An engine that served this long starts counting its restarts anew."""
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    ENDING = "ending"  # killed or asked to end; some ranks still live
+    BACKOFF = "backoff"
+    FAILED = "failed"  # given up
+    STOPPED = "stopped"
+
+
+NEXT: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.READY, State.ENDING}),
+    State.READY: frozenset({State.ENDING}),
+    State.ENDING: frozenset({State.BACKOFF, State.FAILED, State.STOPPED}),
+    State.BACKOFF: frozenset({State.STARTING, State.STOPPED}),
+    State.FAILED: frozenset({State.STOPPED}),
+    State.STOPPED: frozenset(),
+}
+
+
+# ---- what the supervisor shall do
+
+
+class Start(Struct, frozen=True):
+    epoch: EngineEpoch
+
+
+class Terminate(Struct, frozen=True):
+    epoch: EngineEpoch
+
+
+class Kill(Struct, frozen=True):
+    epoch: EngineEpoch
+
+
+# ---- what subscribers shall hear
+
+
+class EngineUp(Struct, frozen=True):
+    """All ranks serve; `addresses` are of the workers, by DP rank."""
+
+    engine_id: EngineId
+    epoch: EngineEpoch
+    addresses: list[str]
+
+
+class EngineLost(Struct, frozen=True):
+    """The engine serves no more. Some of its processes may still run."""
+
+    engine_id: EngineId
+    epoch: EngineEpoch
+    addresses: list[str]
+    reason: str
+
+
+class EngineDead(Struct, frozen=True):
+    """Every process of the epoch is dead: nothing of it writes any more."""
+
+    engine_id: EngineId
+    epoch: EngineEpoch
+
+
+class EngineFailed(Struct, frozen=True):
+    """The engine will not be started again."""
+
+    engine_id: EngineId
+    reason: str
+
+
+EngineEvent = EngineUp | EngineLost | EngineDead | EngineFailed
+Action = Start | Terminate | Kill | EngineEvent
+
+
+def describe_exit(name: str, code: int, log_tail: str) -> str:
+    """One line on how a rank ended, then its last words."""
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (out of memory?)"
+    else:
+        how = f"exited with code {code}"
+    return f"{name} {how}" + (f"; its last lines:\n{log_tail}" if log_tail else "")
+
+
+class EngineLife:
+    """Inputs are method calls, with the time; outputs are the actions they return, to be done in order."""
+
+    def __init__(
+        self,
+        engine_id: EngineId,
+        num_ranks: int,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+        new_epoch: Callable[[], EngineEpoch],
+    ) -> None:
+        self.engine_id = engine_id
+        self.num_ranks = num_ranks
+        self.state = State.BACKOFF
+        self.epoch: EngineEpoch | None = None
+        self.reports: dict[Rank, RankReport] = {}
+        self.error: PdClusterError | None = None  # why the latest life ended
+        self.num_restarts = 0
+        self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
+        self._new_epoch = new_epoch
+        self._living: set[Rank] = set()
+        self._was_ready = False
+        self._stopping = False
+        self._since_s = 0.0  # when the present state began
+        self._restart_at_s = 0.0
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the workers of this life, by DP rank."""
+        return [r.control_address for _, r in sorted(self.reports.items()) if r.control_address is not None]
+
+    @property
+    def missing(self) -> list[Rank]:
+        """Ranks of this life that have not reported."""
+        return [rank for rank in map(Rank, range(self.num_ranks)) if rank not in self.reports]
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Let time pass. The first call starts the engine."""
+        if self.state is State.BACKOFF and now_s >= self._restart_at_s:
+            self.epoch = self._new_epoch()
+            self.reports = {}
+            self.error = None
+            self._living = {Rank(rank) for rank in range(self.num_ranks)}
+            self._to(State.STARTING, now_s)
+            return [Start(self.epoch)]
+        if self.state is State.STARTING and now_s - self._since_s >= self._start_timeout_s:
+            late = ", ".join(map(str, self.missing))
+            return self._end(
+                Unavailable(
+                    f"{self.engine_id} was not ready after {self._start_timeout_s:g} s (ranks {late} did not report); "
+                    "raise launch.start_timeout_s if it needs longer"
+                ),
+                now_s,
+            )
+        if self.state is State.READY and now_s - self._since_s >= FORGIVEN_S:
+            self.num_restarts = 0
+        if self.state is State.ENDING and now_s - self._since_s >= GRACE_S:
+            self._since_s = now_s
+            return [Kill(self._epoch())]
+        return []
+
+    def reported(self, report: RankReport, now_s: float) -> list[Action]:
+        """A rank of the present life wrote its report."""
+        if self.state is not State.STARTING:
+            return []
+        self.reports[report.rank] = report
+        if report.error is not None:
+            return self._end(from_info(report.error), now_s)
+        if self.missing:
+            return []
+        self._was_ready = True
+        self._to(State.READY, now_s)
+        return [EngineUp(self.engine_id, self._epoch(), self.addresses)]
+
+    def exited(self, rank: Rank, reason: str, now_s: float) -> list[Action]:
+        """A rank of the present life is dead."""
+        self._living.discard(rank)
+        if self.state in (State.STARTING, State.READY):
+            return self._end(Unavailable(reason), now_s)
+        if self.state is State.ENDING and not self._living:
+            return self._gone(now_s)
+        return []
+
+    def not_started(self, error: PdClusterError, now_s: float) -> list[Action]:
+        """The launcher could not start the present life; none of its ranks lives."""
+        assert self.state is State.STARTING
+        self.error = error
+        self._living.clear()
+        self._to(State.ENDING, now_s)
+        return self._gone(now_s)
+
+    def stop(self, now_s: float) -> list[Action]:
+        """End for good: ranks are asked, and killed when they take longer than GRACE_S."""
+        self._stopping = True
+        if self.state in (State.BACKOFF, State.FAILED):
+            self._to(State.STOPPED, now_s)
+        elif self.state in (State.STARTING, State.READY):
+            lost = self._lost("the cluster stops")
+            self._to(State.ENDING, now_s)
+            return [*lost, Terminate(self._epoch())]
+        return []
+
+    def _end(self, error: PdClusterError, now_s: float) -> list[Action]:
+        self.error = error
+        lost = self._lost(error.message)
+        self._to(State.ENDING, now_s)
+        if not self._living:
+            return lost + self._gone(now_s)
+        return [*lost, Kill(self._epoch())]
+
+    def _lost(self, reason: str) -> list[Action]:
+        if self.state is not State.READY:
+            return []
+        return [EngineLost(self.engine_id, self._epoch(), self.addresses, reason)]
+
+    def _gone(self, now_s: float) -> list[Action]:
+        dead = EngineDead(self.engine_id, self._epoch())
+        if self._stopping:
+            self._to(State.STOPPED, now_s)
+            return [dead]
+        hopeless = isinstance(self.error, ConfigError | ModelError) or not self._was_ready
+        if hopeless or self.num_restarts >= self._max_restarts:
+            assert self.error is not None
+            self._to(State.FAILED, now_s)
+            return [dead, EngineFailed(self.engine_id, self.error.message)]
+        self._restart_at_s = now_s + min(BACKOFF_S * 2**self.num_restarts, MAX_BACKOFF_S)
+        self.num_restarts += 1
+        self._to(State.BACKOFF, now_s)
+        return [dead]
+
+    def _to(self, state: State, now_s: float) -> None:
+        assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"
+        self.state = state
+        self._since_s = now_s
+
+    def _epoch(self) -> EngineEpoch:
+        assert self.epoch is not None
+        return self.epoch

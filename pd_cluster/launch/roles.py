@@ -1,0 +1,63 @@
+"""The role table: which engines a configuration asks for, and the ranks of one life of an engine."""
+
+from msgspec import Struct
+
+from pd_cluster.config import ClusterConfig, EngineSection
+from pd_cluster.ids import EngineEpoch, EngineId, Rank
+from pd_cluster.launch.spec import RankSpec, Role
+
+
+class EngineShape(Struct, frozen=True, kw_only=True):
+    """An engine that shall run, whatever its epoch."""
+
+    engine_id: EngineId
+    role: Role
+    data_parallel: int
+    tensor_parallel: int
+    threads: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+
+def engine_shapes(config: ClusterConfig) -> list[EngineShape]:
+    """Prefill instances first, then decode groups; colocated: only engines that do both, shaped by `decode`."""
+    if config.colocated:
+        return _pool("colocated", config.decode)
+    return _pool("prefill", config.prefill) + _pool("decode", config.decode)
+
+
+def _pool(role: Role, section: EngineSection) -> list[EngineShape]:
+    return [
+        EngineShape(
+            engine_id=EngineId(f"{role}-{index}"),
+            role=role,
+            data_parallel=section.data_parallel,
+            tensor_parallel=section.tensor_parallel,
+            threads=section.threads,
+        )
+        for index in range(section.instances)
+    ]
+
+
+def rank_specs(
+    shape: EngineShape, epoch: EngineEpoch, config: ClusterConfig, store_address: tuple[str, int], ranks_on_host: int
+) -> list[RankSpec]:
+    """Every rank of a new life of the engine, in rank order."""
+    return [
+        RankSpec(
+            role=shape.role,
+            engine_id=shape.engine_id,
+            epoch=epoch,
+            rank=Rank(rank),
+            data_parallel=shape.data_parallel,
+            tensor_parallel=shape.tensor_parallel,
+            config=config,
+            store_host=store_address[0],
+            store_port=store_address[1],
+            threads=shape.threads,
+            ranks_on_host=ranks_on_host,
+        )
+        for rank in range(shape.num_ranks)
+    ]
