@@ -10,6 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pd_cluster.ids import Rank
+
 
 class Arrived:
     """What one rank received: rows, and for each (row, expert) pair the local slot and the weight.
@@ -21,7 +23,13 @@ class Arrived:
     __slots__ = ("hidden_RH", "pair_row_P", "pair_slot_P", "pair_weight_P", "rank", "slot_counts")
 
     def __init__(
-        self, rank: int, hidden_RH: Tensor, pair_row_P: Tensor, pair_slot_P: Tensor, pair_weight_P: Tensor, slot_counts: list[int]
+        self,
+        rank: int,
+        hidden_RH: Tensor,
+        pair_row_P: Tensor,
+        pair_slot_P: Tensor,
+        pair_weight_P: Tensor,
+        slot_counts: list[int],
     ) -> None:
         self.rank = rank
         self.hidden_RH = hidden_RH
@@ -42,7 +50,10 @@ class Combining(Protocol):
 
 
 class Dispatcher(Protocol):
-    ranks: list[int]  # the ranks whose experts live in this process
+    ranks: list[Rank]  # the ranks whose experts live in this process
+    replicated: (
+        bool  # rows that arrive are all tokens in order, the same on every rank, and `combine` adds the ranks' results
+    )
 
     def dispatch(self, layer: int, hidden_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Combining:
         """Begin sending rows. `slots_TK`: physical slots over all ranks, int64; `weights_TK` float32. T may be 0, and every rank of

@@ -1,0 +1,123 @@
+"""A layer of experts: route every token, send it to the slots that hold its experts, add up what comes back.
+
+Tokens are the same on all tensor-parallel ranks of a DP rank. When rows are exchanged each rank routes and sends only its share of them (sequence parallel) and the
+results are gathered; otherwise every rank computes its own experts for all tokens and the ranks add up. The shared expert, whole on every rank, always works on the
+rank's share.
+"""
+
+# T tokens, K experts per token, H hidden size, I intermediate size, R rows, P pairs (row, slot), E experts, S slots of a rank
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pd_cluster.ids import Rank
+from pd_cluster.model.gate import Gate
+from pd_cluster.model.mlp import DenseMlp, gated
+from pd_cluster.parallel.dispatch import Arrived, Dispatcher
+from pd_cluster.parallel.groups import Group, share, share_counts
+from pd_cluster.parallel.pack import sum_rows
+from pd_cluster.parallel.placement import Placement
+
+
+class SlotChoice:
+    """From logical experts to physical slots. Which of an expert's copies depends on the token and its position alone."""
+
+    def __init__(self, placement: Placement, layer: int, device: torch.device) -> None:
+        copies = placement.copies(layer)
+        most = max(len(slots) for slots in copies)
+        padded = [[*slots, *slots[:1] * (most - len(slots))] for slots in copies]
+        self._slots_EC = torch.tensor(padded, dtype=torch.int64, device=device)
+        self._num_copies_E = torch.tensor([len(slots) for slots in copies], dtype=torch.int64, device=device)
+        self._single = most == 1
+
+    def __call__(self, experts_TK: Tensor, mix_T: Tensor) -> Tensor:
+        """int64 [T, K] slots. `mix_T` is `token_mix` of the tokens."""
+        if self._single:
+            return self._slots_EC[experts_TK, 0]
+        mixed = (mix_T.unsqueeze(1) + experts_TK * 0x9E3779B1) & 0x7FFFFFFF
+        mixed = (mixed * 0x85EBCA6B & 0x7FFFFFFF) >> 15
+        return self._slots_EC[experts_TK, mixed % self._num_copies_E[experts_TK]]
+
+
+def token_mix(token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    """A number per token, int64, that spreads copies over tokens and positions and is the same in any batch."""
+    return (token_ids_T * 0x27D4EB2F + positions_T * 0x165667B1) & 0x7FFFFFFF
+
+
+class ExpertSlots:
+    """One rank's experts of one layer: `gate_up_SNH` [S, 2 I, H] and `down_SHI` [S, H, I]; an empty slot is never chosen."""
+
+    def __init__(self, gate_up_SNH: Tensor, down_SHI: Tensor) -> None:
+        self.gate_up_SNH = gate_up_SNH
+        self.down_SHI = down_SHI
+
+    def __call__(self, arrived: Arrived) -> Tensor:
+        """[R, H]: every row's weighted sum over its experts here, summed in float32 in slot order."""
+        hidden_PH = arrived.hidden_RH.index_select(0, arrived.pair_row_P)
+        outputs = []
+        first = 0
+        for slot, count in enumerate(arrived.slot_counts):
+            if count:
+                gate_up = functional.linear(hidden_PH[first : first + count], self.gate_up_SNH[slot])
+                outputs.append(functional.linear(gated(gate_up), self.down_SHI[slot]))
+                first += count
+        if not outputs:
+            return torch.zeros_like(arrived.hidden_RH)
+        weighted_PH = torch.cat(outputs) * arrived.pair_weight_P.unsqueeze(1)
+        return sum_rows(weighted_PH, arrived.pair_row_P, len(arrived.hidden_RH)).to(arrived.hidden_RH.dtype)
+
+
+class Moe:
+    """`experts` holds the slots of every rank in this process; `layer` counts MoE layers."""
+
+    def __init__(
+        self,
+        layer: int,
+        gate: Gate,
+        choice: SlotChoice,
+        experts: dict[Rank, ExpertSlots],
+        shared: DenseMlp | None,
+        dispatcher: Dispatcher,
+        tp: Group | None,
+    ) -> None:
+        self.layer = layer
+        self.gate = gate
+        self.choice = choice
+        self.experts = experts
+        self.shared = shared
+        self.dispatcher = dispatcher
+        self.tp = tp
+        num_experts, device = gate.weight_EH.shape[0], gate.weight_EH.device
+        self.load_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        """Tokens routed to each expert; over the ranks of an engine every token is counted once."""
+
+    def __call__(self, x_TH: Tensor, mix_T: Tensor) -> Tensor:
+        """[T, H], the same on all tensor-parallel ranks. T may be 0; every rank of the engine must call."""
+        if self.tp is None:
+            return self._route(x_TH, mix_T, 0, len(x_TH))
+        start, end = share(len(x_TH), self.tp.rank, self.tp.size)
+        if self.dispatcher.replicated:
+            return self._route(x_TH, mix_T, start, end)
+        own = x_TH[start:end]
+        routed = self._route(own, mix_T[start:end], 0, len(own))
+        return self.tp.all_gather_rows(routed, share_counts(len(x_TH), self.tp.size))
+
+    def _route(self, x_TH: Tensor, mix_T: Tensor, start: int, end: int) -> Tensor:
+        """Rows [start, end) get the shared expert's output here."""
+        experts_TK, weights_TK = self.gate(x_TH)
+        self._count(experts_TK)
+        combining = self.dispatcher.dispatch(self.layer, x_TH, self.choice(experts_TK, mix_T), weights_TK)
+        shared = self.shared(x_TH[start:end]) if self.shared is not None and end > start else None
+        outputs = [self.experts[arrived.rank](arrived) for arrived in combining.arrived()]
+        if not self.dispatcher.replicated:
+            routed = combining.combine(outputs)
+            return routed if shared is None else routed.add_(shared)
+        if shared is not None:
+            outputs[0][start:end] += shared
+        return combining.combine(outputs)
+
+    def _count(self, experts_TK: Tensor) -> None:
+        if self.dispatcher.replicated and self.tp is not None and self.tp.rank:
+            return  # the same tokens are counted by rank 0
+        self.load_E += torch.bincount(experts_TK.reshape(-1), minlength=len(self.load_E))
