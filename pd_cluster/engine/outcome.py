@@ -51,7 +51,7 @@ class FailedRequest(NamedTuple):
 
 
 class StepOutcome(Struct):
-    started: list[StartedRequest] = []  # those that `take_started` has not given out before
+    started: list[StartedRequest] = []  # those that `take_started` has not given out before; likewise `preempted`
     tokens: list[TokenDelta] = []
     progress: list[Progress] = []
     prefilled: list[PrefilledRequest] = []

@@ -169,7 +169,9 @@ class Scheduler:
         return bool(self._running) or self._admit() is not None
 
     def plan(self, step: int, now_s: float) -> StepPlan:
-        """The next step; empty when there is nothing to do. Each plan must be followed, in order, by its `complete`."""
+        """The next step; empty when there is nothing to do. Each plan with work must be run and completed, in order;
+        one without changes nothing that a later plan does not repeat, and may be dropped.
+        """
         assert not self._steps or step > self._steps[-1][0], step
         works: list[tuple[Sequence, Work]] = []
         add: list[NewSequence] = []
@@ -211,6 +213,8 @@ class Scheduler:
                 break
             seq = started
             schedule(seq, min(budget, seq.num_unscheduled))
+        if not works:
+            return StepPlan(step=step)  # drops wait for a plan that is sure to run
         self._steps.append((step, works))
         drop, self._drops = self._drops, []
         return StepPlan(step=step, drop=drop, add=add, grow=grow, work=[work for _, work in works])
@@ -220,13 +224,22 @@ class Scheduler:
         started, self._started = self._started, []
         return started
 
+    def take_preempted(self) -> list[RequestId]:
+        """Requests that plans since the last call evicted (preempt="evict"), to be resumed from their tokens."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
     def complete(self, result: StepResult) -> StepOutcome:
-        """Apply the oldest step in flight. Raises EngineError when `result` is not what was planned."""
+        """Apply the oldest planned step that had work; a step that ran later than planned may have a later number.
+
+        Raises EngineError when `result` lacks a token that was to be drawn.
+        """
+        outcome = StepOutcome(started=self.take_started(), preempted=self.take_preempted())
+        if not self._steps:
+            return outcome  # an idle rank's step
         step, works = self._steps.popleft()
-        if step != result.step:
-            raise EngineError(f"step {step} was next to complete, the engine answered step {result.step}")
+        assert step <= result.step, f"step {step} is next to complete, not {result.step}"
         sampled = {s.request_id: s for s in result.sampled}
-        outcome = StepOutcome(started=self.take_started())
         for seq, work in works:
             seq.num_in_flight -= 1
             seq.num_pending_samples -= work.sample
@@ -243,7 +256,6 @@ class Scheduler:
                 if seq.request_id not in sampled:
                     raise EngineError(f"step {step} drew no token for request {seq.request_id}")
                 self._apply(seq, sampled[seq.request_id], outcome)
-        outcome.preempted, self._preempted = self._preempted, []
         return outcome
 
     # ---- what others want to know
