@@ -7,6 +7,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
 
 class RopeConfig(Struct, frozen=True, kw_only=True):
     """Rotary embedding. `interleaved`: pairs are (2i, 2i + 1) rather than (i, i + dim / 2)."""
@@ -72,7 +74,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: Dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     fp8_block: tuple[int, int] | None = None  # weights are e4m3 with one scale per block

@@ -14,9 +14,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from pd_cluster.model.config import Dtype, GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
 
-Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 
 DTYPES: dict[str, Dtype] = {
@@ -88,10 +87,10 @@ _BY_MODEL_TYPE = {
 SUPPORTED_ARCHITECTURES = tuple(_DEFAULTS)
 
 
-def read_config(directory: Path, default_dtype: Dtype | None = None) -> ModelConfig:
+def read_config(directory: Path, default_dtype: Callable[[], Dtype | None] | None = None) -> ModelConfig:
     """The model in `directory`, from its config.json and, for end-of-sequence ids, generation_config.json.
 
-    `default_dtype` is for a config that states none. Raises ModelError that names the file and what is wrong in it.
+    `default_dtype` is asked when the config states none. Raises ModelError that names the file and what is wrong in it.
     """
     path = directory / "config.json"
     generation = directory / "generation_config.json"
@@ -108,7 +107,7 @@ def parse_config(
     generation: dict[str, Any] | None = None,
     *,
     origin: str = "config.json",
-    default_dtype: Dtype | None = None,
+    default_dtype: Callable[[], Dtype | None] | None = None,
 ) -> ModelConfig:
     """Normalise the contents of config.json (and generation_config.json); see `read_config`."""
     keys = _Keys(raw, origin)
@@ -431,10 +430,10 @@ def _mla_softmax_scale(attention: MlaConfig, rope: RopeConfig) -> float:
     return scale
 
 
-def _dtype(keys: _Keys, default: Dtype | None) -> Dtype:
+def _dtype(keys: _Keys, default: Callable[[], Dtype | None] | None) -> Dtype:
     name = keys.get(str, "dtype", "torch_dtype")
     if name is None or name == "auto":
-        return default or "bfloat16"
+        return (default() if default else None) or "bfloat16"
     if name.removeprefix("torch.") not in DTYPES:
         raise keys.error(f"dtype {name!r} is not supported; supported: float32, bfloat16, float16")
     return DTYPES[name.removeprefix("torch.")]

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from pd_cluster.errors import ModelError
+from pd_cluster.model.config import Dtype
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -141,3 +142,14 @@ def digest_shards(entries: dict[str, TensorEntry], *parts: bytes) -> str:
             file.seek(entry.start + entry.num_bytes // 2)
             digest.update(file.read(min(SAMPLE_BYTES, entry.num_bytes - entry.num_bytes // 2)))
     return digest.hexdigest()
+
+
+def checkpoint_dtype(directory: Path) -> Dtype | None:
+    """The type that most of the checkpoint's plain weights have, for a config that does not say; None when there is
+    none."""
+    names: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    counts: dict[str, int] = {}
+    for entry in read_shards(directory).values():
+        if entry.dtype in names:
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.num_bytes
+    return names[max(counts, key=lambda dtype: counts[dtype])] if counts else None
