@@ -1,4 +1,4 @@
-"""The KV memory of one rank: a single page-aligned range of bytes, and the views through which the model reads and writes it."""
+"""The KV memory of one rank: one page-aligned range of bytes, and the views through which the model uses it."""
 
 # U units, L layers, K KV heads, W tokens of a unit, D head dim, C latent dim + rope dim
 

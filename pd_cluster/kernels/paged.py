@@ -1,11 +1,12 @@
-"""Attention over paged KV in torch: batched decode of one token per sequence, and causal prefill against a paged prefix.
+"""Attention over paged KV in torch: batched decode of one token each, causal prefill against a paged prefix.
 
-Pages are the 16-token units of `kv/layout.py`, read with index_select: one copy of contiguous rows. Decode is two batched multiplications around a softmax, since a
-fused attention is many times slower at query length 1 with grouped heads. Scores and softmax are float32. A unit's unwritten tokens must be finite: they are masked.
+Pages are the 16-token units of `kv/layout.py`, read with index_select: one copy of contiguous rows. Decode is two
+batched multiplications around a softmax, since a fused attention is many times slower at query length 1 with grouped
+heads. Scores and softmax are float32. A unit's unwritten tokens must be finite: they are masked.
 """
 
-# N sequences, T tokens, Q query heads, K key/value heads, G queries per key head, D head dim, V value dim, P pages, S keys (16 P),
-# U units of the arena, W tokens of a unit (16), C latent dim, R rope dim
+# N sequences, T tokens, Q query heads, K key/value heads, G queries per key head, D head dim, V value dim, P pages,
+# S keys (16 P), U units of the arena, W tokens of a unit (16), C latent dim, R rope dim
 
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ class Writes(NamedTuple):
 class DecodeGroup(NamedTuple):
     """Sequences of about equal length with one new token each: tokens [start, end) of the batch.
 
-    `rows` (int64, [N * K * P]) are rows of the pages, shorter sequences filled up with their own last page; `hidden_N1S` marks keys past the end.
+    `rows` (int64, [N * K * P]) are rows of the pages, shorter sequences filled up with their own last page;
+    `hidden_N1S` marks keys past the end.
     """
 
     start: int
@@ -55,7 +57,7 @@ class DecodeGroup(NamedTuple):
 
 
 class PrefillSegment(NamedTuple):
-    """New tokens [start, end) of one sequence behind `num_prefix` tokens with KV; `rows` (int64, [K * P]) cover both."""
+    """New tokens [start, end) of one sequence behind `num_prefix` tokens with KV; `rows` (int64, [K * P]) hold both."""
 
     start: int
     end: int
@@ -116,7 +118,7 @@ def prefill_mla_absorbed(
 def prefill_mla_expanded(
     q_TQD: Tensor, pages: MlaPages, segment: PrefillSegment, expand_QNC: Tensor, value_dim: int, scale: float
 ) -> Tensor:
-    """[T, Q, V]: latents expanded to keys and values of every head by `expand_QNC` [Q, nope + V, C], some heads at a time."""
+    """[T, Q, V]: latents expanded to keys and values by `expand_QNC` [Q, nope + V, C], some heads at a time."""
     T, Q, D = q_TQD.shape
     kv_lora_rank, nope_dim = expand_QNC.shape[2], expand_QNC.shape[1] - value_dim
     num_keys = segment.num_prefix + T
@@ -138,7 +140,7 @@ def prefill_mla_expanded(
 
 
 def causal(q_TQD: Tensor, keys_KSD: Tensor, values_KSV: Tensor, num_prefix: int, scale: float) -> Tensor:
-    """[T, Q, V]: query t sees keys up to `num_prefix` + t. Rows are taken some at a time, each only against keys it may see."""
+    """[T, Q, V]: query t sees keys up to `num_prefix` + t. Rows are taken some at a time, against what they see."""
     T, Q, D = q_TQD.shape
     K, S, V = values_KSV.shape
     keys_KDS, values_KSV = keys_KSD.float().transpose(1, 2), values_KSV.float()

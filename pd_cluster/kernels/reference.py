@@ -25,7 +25,7 @@ def attend(q_D: Tensor, keys_SD: Tensor, values_SV: Tensor, scale: float) -> Ten
 def gqa(
     q_TQD: Tensor, keys_UKWD: Tensor, values_UKWD: Tensor, units: list[int], num_prefix: int, scale: float
 ) -> Tensor:
-    """[T, Q, D] float64: T new tokens of one sequence behind `num_prefix`; T = 1 is decode. Queries are grouped evenly over heads."""
+    """[T, Q, D] float64: T new tokens of one sequence behind `num_prefix`; T = 1 is decode."""
     T, Q, _ = q_TQD.shape
     num_kv_heads = keys_UKWD.shape[1]
     out = torch.empty(q_TQD.shape, dtype=torch.float64)
@@ -41,7 +41,7 @@ def gqa(
 def mla(
     q_TQD: Tensor, latent_UWC: Tensor, units: list[int], num_prefix: int, expand_QNC: Tensor, scale: float
 ) -> Tensor:
-    """[T, Q, V] float64: the unabsorbed form. A query is [nope | rope], a latent [c | k_rope], `expand_QNC` [Q, nope + V, C]."""
+    """[T, Q, V] float64, unabsorbed. A query is [nope | rope], a latent [c | k_rope]; `expand_QNC` [Q, nope + V, C]."""
     T, Q, D = q_TQD.shape
     kv_lora_rank = expand_QNC.shape[2]
     nope_dim = D - (latent_UWC.shape[-1] - kv_lora_rank)

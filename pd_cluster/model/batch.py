@@ -1,6 +1,7 @@
-"""One step's tensors, built from the sequences' tables by numpy: tokens, where their KV goes, which pages attention reads.
+"""One step's tensors, built by numpy: its tokens, where their KV goes, which pages attention reads.
 
-Decode tokens come first, sorted by length and cut into groups so that padding a group to its longest sequence at most about doubles it; then the prefill segments.
+Decode tokens come first, sorted by length and cut into groups so that padding a group to its longest sequence at most
+about doubles it; then the prefill segments.
 """
 
 # T tokens, N sequences of a decode group, P pages (units) of its longest, K KV heads of the kernels, S keys
@@ -21,7 +22,9 @@ Int64 = NDArray[np.int64]
 
 
 class KvHeads(NamedTuple):
-    """`held`: global KV heads of this rank's arena, in order. `read`: local heads that the kernels read, one for each group of queries."""
+    """`held`: global KV heads of this rank's arena, in order. `read`: local heads that the kernels read, one for each
+    group of queries.
+    """
 
     held: tuple[int, ...]
     read: tuple[int, ...]
@@ -31,7 +34,9 @@ MLA_HEADS = KvHeads((0,), (0,))
 
 
 class Span(NamedTuple):
-    """What one sequence computes: its tokens [start, end), of which `token_ids` are the ids, and the units of its KV up to `end`."""
+    """What one sequence computes: its tokens [start, end), of which `token_ids` are the ids, and the units of its KV
+    up to `end`.
+    """
 
     start: int
     end: int
@@ -42,7 +47,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`order` says which span each part of the tokens came from; `sample_rows` is in the order of the spans that sample."""
+    """`sample_rows` are the last tokens of the spans that sample, in the order of the spans."""
 
     num_tokens: int
     token_ids_T: Tensor
@@ -105,7 +110,8 @@ def _units(span: Span) -> Int64:
 def _page_rows(units_NP: Int64, heads: KvHeads) -> Int64:
     """[N * K * P]: rows of the pages, heads inside sequences."""
     rows_NKP = units_NP[:, None, :] * len(heads.held) + np.array(heads.read)[None, :, None]
-    return rows_NKP.reshape(-1)
+    rows: Int64 = rows_NKP.reshape(-1)
+    return rows
 
 
 def _decode_groups(spans: list[Span], heads: KvHeads, device: torch.device) -> list[DecodeGroup]:

@@ -1,7 +1,8 @@
 """The router of a MoE layer: scores in float32, the chosen experts, their weights.
 
-deepseek_v3        sigmoid; chosen by score + bias, within the `topk_groups` groups whose two best are highest; weighted by the
-                   unbiased score, normalised over the chosen if norm_topk_prob, times the scaling factor (arXiv 2412.19437)
+deepseek_v3        sigmoid; chosen by score + bias, within the `topk_groups` groups whose two best are highest;
+                   weighted by the unbiased score, normalised over the chosen if norm_topk_prob, times the scaling
+                   factor (arXiv 2412.19437)
 deepseek_v2_greedy softmax over all experts, times the scaling factor, never normalised (arXiv 2405.04434)
 deepseek_v2_group  the same within the `topk_groups` groups whose best is highest
 qwen3              softmax over all, normalised over the chosen if norm_topk_prob
@@ -44,7 +45,7 @@ class Gate:
     def _keep_best_groups(self, choice_TE: Tensor) -> Tensor:
         """Everything outside the best groups becomes -inf: a mask of 0 would win over negative biased scores."""
         config = self.config
-        choice_TGE = choice_TE.unflatten(-1, (config.num_groups, -1))
+        choice_TGE = choice_TE.view(len(choice_TE), config.num_groups, -1)
         if config.gate == "deepseek_v3":
             best = min(2, choice_TGE.shape[-1])
             group_scores_TG = choice_TGE.topk(best, dim=-1).values.sum(-1)

@@ -1,6 +1,7 @@
 """Grouped-query attention, its heads cut over tensor-parallel ranks.
 
-A rank owns a run of query heads and holds every KV head that they read, so a KV head whose queries span ranks is held by each of them.
+A rank owns a run of query heads and holds every KV head that they read, so a KV head whose queries span ranks is held
+by each of them.
 """
 
 # T tokens, Q query heads and K KV heads of this rank, D head dim
@@ -38,7 +39,7 @@ def kv_heads(config: GqaConfig, tp_rank: int, tp_size: int) -> KvHeads:
 
 
 class Gqa:
-    """One layer. `qkv` gives [q heads | k heads | v heads]; `qk_norm` normalises each q and k head before the rotation."""
+    """One layer. `qkv` gives [q heads | k heads | v heads]; `qk_norm` normalises q and k heads before the rotation."""
 
     def __init__(
         self,

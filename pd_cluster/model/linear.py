@@ -1,7 +1,8 @@
 """Matrix multiplications and the vocabulary, cut over tensor-parallel ranks.
 
-A column-cut layer gives each rank its own outputs (heads, intermediate values) and needs no communication; the row-cut layer behind it multiplies them and sums
-over the ranks. The vocabulary is cut in parts of ceil(V / ranks), so it need not divide.
+A column-cut layer gives each rank its own outputs (heads, intermediate values) and needs no communication; the row-cut
+layer behind it multiplies them and sums over the ranks. The vocabulary is cut in parts of ceil(V / ranks), so it
+need not divide.
 """
 
 # T tokens, H hidden size, N outputs, V vocabulary, S rows to sample

@@ -1,10 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): what is cached is one latent per token, whatever the heads.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): one latent per token is cached, whatever the heads.
 
-The latent [RMS(c_kv) | rotated k_rope] is the same on every tensor-parallel rank; heads are cut over ranks. Decode absorbs the key expansion into the query and
-the value expansion into the result, so that it reads latents only. Prefill expands latents to keys and values, which costs less once the new tokens are many.
+The latent [RMS(c_kv) | rotated k_rope] is the same on every tensor-parallel rank; heads are cut over ranks. Decode
+absorbs the key expansion into the query and the value expansion into the result, so that it reads latents only.
+Prefill expands latents to keys and values, which costs less once the new tokens are many.
 """
 
-# T tokens, Q heads of this rank, H hidden size, C kv_lora_rank, R rope dim, D nope + rope, N nope + value dim, V value dim
+# T tokens, Q heads of this rank, H hidden size, C kv_lora_rank, R rope dim, D nope + rope dim, V value dim,
+# N nope + value dim
 
 from typing import Literal
 
@@ -43,7 +45,8 @@ def mla_heads(config: MlaConfig, tp_rank: int, tp_size: int) -> tuple[int, int]:
 class Mla:
     """One layer.
 
-    `compress` gives [q_a | c_kv | k_rope] (no q_a when queries are not compressed, then `q_b` reads the hidden state); `expand_QNC` is W_kvb by head.
+    `compress` gives [q_a | c_kv | k_rope] (no q_a when queries are not compressed, then `q_b` reads the hidden
+    state); `expand_QNC` is W_kvb by head.
     """
 
     def __init__(
@@ -78,9 +81,9 @@ class Mla:
         compressed = self.compress(x_TH)
         num_q = config.q_lora_rank or 0
         q_input = x_TH if self.q_norm is None else self.q_norm(compressed[:, :num_q])
-        c_kv, k_rope = compressed[:, num_q:].split([config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
+        c_kv, k_rope = torch.split(compressed[:, num_q:], [config.kv_lora_rank, config.qk_rope_head_dim], dim=1)
         q_TQD = self.q_b(q_input).view(T, self.num_heads, -1)
-        q_nope, q_rope = q_TQD.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
+        q_nope, q_rope = torch.split(q_TQD, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
         # the latent's rope part is one more head
         rotated = self.rope.rotate(torch.cat([q_rope, k_rope.unsqueeze(1)], dim=1), angles)
         q_rope = rotated[:, :-1]
@@ -117,7 +120,7 @@ class Mla:
         return prefill_mla_expanded(q_TQD, pages, segment, self.expand_QNC, config.v_head_dim, self.scale)
 
     def _absorbing_is_cheaper(self, num_tokens: int) -> bool:
-        """Multiplications per key and head: wide scores and sums, or an expansion shared by all new tokens and narrow ones."""
+        """Multiplications per key and head: wide scores and sums, or narrow ones behind one expansion for all."""
         config = self.config
         absorbed = num_tokens * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
         narrow = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim

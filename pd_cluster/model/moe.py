@@ -1,11 +1,12 @@
 """A layer of experts: route every token, send it to the slots that hold its experts, add up what comes back.
 
-Tokens are the same on all tensor-parallel ranks of a DP rank. When rows are exchanged each rank routes and sends only its share of them (sequence parallel) and the
-results are gathered; otherwise every rank computes its own experts for all tokens and the ranks add up. The shared expert, whole on every rank, always works on the
-rank's share.
+Tokens are the same on all tensor-parallel ranks of a DP rank. When rows are exchanged each rank routes and sends only
+its share of them (sequence parallel) and the results are gathered; otherwise every rank computes its own experts for
+all tokens and the ranks add up. The shared expert, whole on every rank, always works on the rank's share.
 """
 
-# T tokens, K experts per token, H hidden size, I intermediate size, R rows, P pairs (row, slot), E experts, S slots of a rank
+# T tokens, K experts per token, H hidden size, I intermediate size, R rows, P pairs (row, slot), E experts,
+# S slots of a rank
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from pd_cluster.parallel.placement import Placement
 
 
 class SlotChoice:
-    """From logical experts to physical slots. Which of an expert's copies depends on the token and its position alone."""
+    """From logical experts to physical slots; which of the copies depends on the token and its position alone."""
 
     def __init__(self, placement: Placement, layer: int, device: torch.device) -> None:
         copies = placement.copies(layer)
@@ -46,7 +47,9 @@ def token_mix(token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
 
 
 class ExpertSlots:
-    """One rank's experts of one layer: `gate_up_SNH` [S, 2 I, H] and `down_SHI` [S, H, I]; an empty slot is never chosen."""
+    """One rank's experts of one layer: `gate_up_SNH` [S, 2 I, H] and `down_SHI` [S, H, I]; an empty slot is never
+    chosen.
+    """
 
     def __init__(self, gate_up_SNH: Tensor, down_SHI: Tensor) -> None:
         self.gate_up_SNH = gate_up_SNH

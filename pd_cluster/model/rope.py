@@ -1,7 +1,8 @@
 """Rotary position embedding: angles of a position, with the stretched frequencies of long-context models.
 
-YaRN is Peng et al. 2023 (arXiv 2309.00071), section 3; the llama3 form is that of the Llama 3.1 release. A rotated head lies in halves (the rotated first members of all
-pairs, then the second members), whichever way its pairs came: queries and keys agree, and the cached keys of every engine do.
+YaRN is Peng et al. 2023 (arXiv 2309.00071), section 3; the llama3 form is that of the Llama 3.1 release. A rotated
+head lies in halves (the rotated first members of all pairs, then the second members), whichever way its pairs came:
+queries and keys agree, and the cached keys of every engine do.
 """
 
 # T tokens, H heads, D head dim, R half of the rotary dim
@@ -45,7 +46,9 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Pairs that turn more than `beta_fast` times in the trained context are kept, below `beta_slow` stretched, a ramp between."""
+    """Pairs that turn more than `beta_fast` times in the trained context are kept, below `beta_slow` stretched, a
+    ramp between.
+    """
 
     def pair_that_turns(times: float) -> float:
         waves = config.original_max_position / (times * 2 * math.pi)

@@ -1,10 +1,11 @@
 """A decoder-only transformer over paged KV, one tensor-parallel rank of it; and how its weights get there.
 
-Families differ in what `ModelConfig` says, not in code. Each rank reads only its heads, its run of the intermediate values and of the vocabulary, and the experts of the
-slots it holds.
+Families differ in what `ModelConfig` says, not in code. Each rank reads only its heads, its run of the intermediate
+values and of the vocabulary, and the experts of the slots it holds.
 """
 
-# T tokens, H hidden size, I intermediate size, S rows to sample, V vocabulary, Q heads, C latent dim, N nope + value dim
+# T tokens, H hidden size, I intermediate size, S rows to sample, V vocabulary, Q heads, C latent dim, N nope + value
+# dim
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -111,8 +112,9 @@ def load_transformer(
 ) -> Transformer:
     """Read one rank's part of the model.
 
-    A model with experts needs `placement` and `dispatcher`, whose `ranks` say whose experts are read. Raises ConfigError when tensor
-    parallelism does not divide the heads or the dense intermediate size, ModelError from the source.
+    A model with experts needs `placement` and `dispatcher`, whose `ranks` say whose experts are read. Raises
+    ConfigError when tensor parallelism does not divide the heads or the dense intermediate size, ModelError from the
+    source.
     """
     loader = _Loader(source, config, dtype, groups, device or torch.device("cpu"))
     return loader.transformer(placement, dispatcher, progress)
@@ -148,7 +150,8 @@ class _Loader:
         for index in range(config.num_layers):
             prefix = f"model.layers.{index}."
             if index in config.moe_layers:
-                assert placement is not None and dispatcher is not None, "a model with experts needs a placement"
+                assert placement is not None, "a model with experts needs a placement"
+                assert dispatcher is not None, "a model with experts needs a dispatcher"
                 mlp: DenseMlp | Moe = self.moe(prefix, config.moe_layers.index(index), placement, dispatcher)
             else:
                 mlp = self.dense_mlp(f"{prefix}mlp.", config.intermediate_size, cut=True)

@@ -1,6 +1,8 @@
-"""Rows exchanged between processes by torch.distributed all-to-all: counts first, then rows with their pairs, then results home.
+"""Rows exchanged between processes by torch.distributed all-to-all: counts first, then rows with their pairs, then
+results home.
 
-Works on any backend and with any counts, at three collectives a layer. A rank without tokens takes part with counts of zero.
+Works on any backend and with any counts, at three collectives a layer. A rank without tokens takes part with counts
+of zero.
 """
 
 # T tokens, K experts per token, H hidden size, C copies sent, R rows received, P pairs (token, expert), D ranks
@@ -51,9 +53,9 @@ class CollectiveCombining:
             _message_bytes(packed.copy_counts, packed.pair_counts, row_bytes),
             _message_bytes(copies, pair_counts, row_bytes),
         )
-        rows, pairs = _split(received, copies, pair_counts, row_bytes)
+        rows, pair_words = _split(received, copies, pair_counts, row_bytes)
         hidden_RH = rows.view(hidden_CH.dtype).view(-1, hidden_CH.shape[1])
-        words_P3 = pairs.view(torch.int32).view(-1, 3)
+        words_P3 = pair_words.view(torch.int32).view(-1, 3)
         weight_P = words_P3[:, 2].contiguous().view(torch.float32)
         return [self._unpack(hidden_RH, words_P3[:, 0].long(), words_P3[:, 1].long(), weight_P, copies, pair_counts)]
 
@@ -96,7 +98,9 @@ def _interleave(rows: Tensor, pairs: Tensor, copies: list[int], pair_counts: lis
     """One message per destination: its rows, then its pairs."""
     parts = []
     for row_part, pair_part in zip(
-        rows.split([c * row_bytes for c in copies]), pairs.split([p * PAIR_BYTES for p in pair_counts]), strict=True
+        torch.split(rows, [c * row_bytes for c in copies]),
+        torch.split(pairs, [p * PAIR_BYTES for p in pair_counts]),
+        strict=True,
     ):
         parts += [row_part, pair_part]
     return torch.cat(parts)
@@ -105,5 +109,5 @@ def _interleave(rows: Tensor, pairs: Tensor, copies: list[int], pair_counts: lis
 def _split(received: Tensor, copies: list[int], pair_counts: list[int], row_bytes: int) -> tuple[Tensor, Tensor]:
     """The rows and the pairs of all messages, each in rank order."""
     sizes = [size for c, p in zip(copies, pair_counts, strict=True) for size in (c * row_bytes, p * PAIR_BYTES)]
-    parts = received.split(sizes)
+    parts = torch.split(received, sizes)
     return torch.cat(parts[0::2]), torch.cat(parts[1::2])

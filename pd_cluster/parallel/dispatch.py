@@ -1,7 +1,8 @@
 """Tokens to experts and back: the contract of every dispatcher.
 
-A dispatcher serves the ranks that live in this process: one for `collective`, all of them for `local`. Rows go to the ranks that own the
-chosen slots, one copy of a token for each destination rank, and come back as one partial sum for each of them.
+A dispatcher serves the ranks that live in this process: one for `collective`, all of them for `local`. Rows go to the
+ranks that own the chosen slots, one copy of a token for each destination rank, and come back as one partial sum for
+each of them.
 """
 
 # T tokens of this process, K experts per token, H hidden size, R received rows
@@ -16,15 +17,15 @@ from pd_cluster.ids import Rank
 class Arrived:
     """What one rank received: rows, and for each (row, expert) pair the local slot and the weight.
 
-    hidden_RH: rows; pair_row_P, pair_slot_P (int64, local slot), pair_weight_P (float32). Pairs are sorted by slot, stably by row; `slot_counts`
-    [slots_per_rank] says how many pairs each slot has. Any of it may be empty.
+    hidden_RH: rows; pair_row_P, pair_slot_P (int64, local slot), pair_weight_P (float32). Pairs are sorted by slot,
+    stably by row; `slot_counts` [slots_per_rank] says how many pairs each slot has. Any of it may be empty.
     """
 
     __slots__ = ("hidden_RH", "pair_row_P", "pair_slot_P", "pair_weight_P", "rank", "slot_counts")
 
     def __init__(
         self,
-        rank: int,
+        rank: Rank,
         hidden_RH: Tensor,
         pair_row_P: Tensor,
         pair_slot_P: Tensor,
@@ -56,6 +57,6 @@ class Dispatcher(Protocol):
     )
 
     def dispatch(self, layer: int, hidden_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Combining:
-        """Begin sending rows. `slots_TK`: physical slots over all ranks, int64; `weights_TK` float32. T may be 0, and every rank of
-        the engine must call this for every MoE layer of every step, in the same order.
+        """Begin sending rows. `slots_TK`: physical slots over all ranks, int64; `weights_TK` float32. T may be 0, and
+        every rank of the engine must call this for every MoE layer of every step, in the same order.
         """

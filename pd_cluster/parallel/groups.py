@@ -1,25 +1,46 @@
 """Which ranks compute together: the tensor-parallel group of a DP rank, and the group of all ranks of an engine.
 
-Process groups are built directly on a store, never as torch's default group: a rank can leave one and build the next, and several ranks may be threads of one
-process. Nothing here pickles. An engine of one rank has no group at all.
+Process groups are built directly on a store, never as torch's default group: a rank can leave one and build the next,
+and several ranks may be threads of one process. Nothing here pickles. An engine of one rank has no group at all.
 """
 
 # T rows of one rank, V columns
 
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pd_cluster.errors import ConfigError, EngineError
 from pd_cluster.ids import Rank
 
-Backend = dist.ProcessGroup | dist.distributed_c10d.Backend
+
+class Backend(Protocol):
+    """What is used of torch's process groups."""
+
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
+
+    def _allgather_base(self, output: Tensor, input: Tensor) -> dist.Work: ...
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_counts: list[int],
+        input_counts: list[int],
+    ) -> dist.Work: ...
+
+
+FIRST_RANK = Rank(0)
 
 
 class Group:
-    """Ranks that call the same collectives in the same order. Empty tensors take part in exchanges and skip reductions."""
+    """Ranks that call the same collectives in the same order. Empty tensors take part in exchanges and skip
+    reductions.
+    """
 
     def __init__(self, backend: Backend, rank: int, size: int) -> None:
         self.rank = rank
@@ -27,7 +48,9 @@ class Group:
         self._backend = backend
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place and bitwise equal on all of them; `x` is contiguous and of one shape on every rank."""
+        """The sum over ranks, in place and bitwise equal on all of them; `x` is contiguous and of one shape on every
+        rank.
+        """
         if x.numel():
             self._wait(self._backend.allreduce([x]))
         return x
@@ -70,7 +93,7 @@ class Groups:
     def __init__(
         self,
         *,
-        rank: Rank = Rank(0),
+        rank: Rank = FIRST_RANK,
         tensor_parallel: int = 1,
         data_parallel: int = 1,
         tp: Group | None = None,
@@ -87,7 +110,7 @@ class Groups:
     @classmethod
     def connect(
         cls,
-        store: dist.Store,
+        store: Store,
         *,
         rank: Rank,
         tensor_parallel: int,
@@ -98,8 +121,8 @@ class Groups:
     ) -> "Groups":
         """Meet the other ranks on `store`; blocks until all are there.
 
-        `name` tells one meeting from the next on the same store. Raises ConfigError when the rank is not one of the engine, EngineError when the
-        others do not come within `timeout_s`.
+        `name` tells one meeting from the next on the same store. Raises ConfigError when the rank is not one of the
+        engine, EngineError when the others do not come within `timeout_s`.
         """
         num_ranks = tensor_parallel * data_parallel
         if not 0 <= rank < num_ranks:
@@ -116,21 +139,23 @@ class Groups:
         return groups
 
 
-def _build(name: str, store: dist.Store, rank: int, size: int, on_gpu: bool, timeout_s: float) -> Group:
+def _build(name: str, store: Store, rank: int, size: int, on_gpu: bool, timeout_s: float) -> Group:
     timeout = timedelta(seconds=timeout_s)
-    prefixed = dist.PrefixStore(name, store)
+    prefixed = PrefixStore(name, store)
     try:
         if on_gpu:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            return Group(dist.ProcessGroupNCCL(prefixed, rank, size, options), rank, size)
-        return Group(dist.ProcessGroupGloo(prefixed, rank, size, timeout), rank, size)
+            return Group(cast(Backend, dist.ProcessGroupNCCL(prefixed, rank, size, options)), rank, size)
+        return Group(cast(Backend, dist.ProcessGroupGloo(prefixed, rank, size, timeout)), rank, size)
     except RuntimeError as error:
         raise EngineError(f"rank {rank} could not meet the other {size - 1} ranks of {name}: {error}") from error
 
 
 def share(num_items: int, rank: int, size: int) -> tuple[int, int]:
-    """[start, end) of `rank`'s part of `num_items`, in parts of ceil(num_items / size); the last parts may be short or empty."""
+    """[start, end) of `rank`'s part of `num_items`, in parts of ceil(num_items / size); the last parts may be short
+    or empty.
+    """
     part = -(-num_items // size)
     return min(rank * part, num_items), min((rank + 1) * part, num_items)
 

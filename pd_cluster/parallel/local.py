@@ -1,6 +1,7 @@
 """Many virtual ranks in one process: each owns its own slots and is the source of its share of the tokens.
 
-Rows are packed, counted, exchanged and unpacked as between processes; only the wire is a permutation. An engine of 320 ranks is thereby a unit test.
+Rows are packed, counted, exchanged and unpacked as between processes; only the wire is a permutation. An engine of
+320 ranks is thereby a unit test.
 """
 
 # T tokens, K experts per token, H hidden size, R rows in flight, D ranks

@@ -1,8 +1,9 @@
 """Tokens packed by destination rank and unpacked by expert slot: the part that every exchanging dispatcher shares.
 
-A source sends each rank one copy of a token that has any of its experts there, and for each such (token, expert) pair the row, the local slot and the weight. The
-destination sorts all pairs by slot. Results come back one row per copy, and a token's copies are added in the order of their ranks, in float32. Plain torch, no rank-local
-choice anywhere: equal inputs give equal bits.
+A source sends each rank one copy of a token that has any of its experts there, and for each such (token, expert) pair
+the row, the local slot and the weight. The destination sorts all pairs by slot. Results come back one row per copy,
+and a token's copies are added in the order of their ranks, in float32. Plain torch, no rank-local choice anywhere:
+equal inputs give equal bits.
 """
 
 # T tokens, K experts per token, H hidden size, C copies (token, destination rank), P pairs (token, expert), D ranks
@@ -12,11 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pd_cluster.ids import Rank
 from pd_cluster.parallel.dispatch import Arrived
 
 
 class Packed(NamedTuple):
-    """What one source sends: copies sorted by (destination, token), pairs sorted by copy. Row numbers count from the destination's first."""
+    """What one source sends: copies sorted by (destination, token), pairs sorted by copy. Row numbers count from the
+    destination's first.
+    """
 
     num_tokens: int
     token_C: Tensor
@@ -53,7 +57,7 @@ def pack(slots_TK: Tensor, weights_TK: Tensor, num_ranks: int, slots_per_rank: i
 
 
 def unpack(
-    rank: int,
+    rank: Rank,
     hidden_RH: Tensor,
     pair_row_P: Tensor,
     pair_slot_P: Tensor,
@@ -62,7 +66,9 @@ def unpack(
     pair_counts: list[int],
     slots_per_rank: int,
 ) -> Arrived:
-    """What `rank` received from all sources, in source order, with `copy_counts` rows and `pair_counts` pairs from each."""
+    """What `rank` received from all sources, in source order, with `copy_counts` rows and `pair_counts` pairs from
+    each.
+    """
     device = hidden_RH.device
     first_rows = torch.tensor(copy_counts, device=device).cumsum(0) - torch.tensor(copy_counts, device=device)
     row_P = pair_row_P + first_rows.repeat_interleave(torch.tensor(pair_counts, device=device))

@@ -1,6 +1,7 @@
 """The plain form of expert parallelism: every rank sees all tokens, computes its own experts, and the ranks add up.
 
-Right when tokens are already on every rank (one DP rank, tensor-parallel or alone), and the reference for the dispatchers that exchange rows.
+Right when tokens are already on every rank (one DP rank, tensor-parallel or alone), and the reference for the
+dispatchers that exchange rows.
 """
 
 # T tokens, K experts per token, H hidden size, P pairs (token, expert)
