@@ -1,0 +1,151 @@
+"""The loop that drives an engine: plan, agree, run on the engine thread, apply, tell the role.
+
+All state belongs to the event loop; the engine thread only runs steps. While a step runs, the previous one's outcome is
+sent out, so that messages cost no step time. The loop sleeps when there is nothing to do.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+
+from pd_cluster.clock import Clock
+from pd_cluster.engine.outcome import StepOutcome
+from pd_cluster.engine.plan import Engine, StepPlan, StepResult
+from pd_cluster.engine.scheduler import Scheduler
+from pd_cluster.engine.step_sync import Run, StepSync
+from pd_cluster.ids import RequestId
+
+STEP_TIME_DECAY = 0.9
+
+
+class Role(Protocol):
+    """What a prefill or a decode worker does around its steps."""
+
+    def planned(self) -> None:
+        """A plan was made: requests may have started."""
+
+    def stepped(self, outcome: StepOutcome) -> None:
+        """A step's outcome, in order; the next step may be running."""
+
+
+class EngineThread:
+    """The one thread that calls the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    def run(self, plan: StepPlan, step_tokens: list[int]) -> "asyncio.Future[StepResult]":
+        """Begin a step; the future raises EngineError when it fails."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, self._step, plan, step_tokens)
+
+    def _step(self, plan: StepPlan, step_tokens: list[int]) -> StepResult:
+        self._engine.launch(plan, step_tokens)
+        return self._engine.collect()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class EngineLoop:
+    """A lead's loop. `run` ends by raising EngineError (a step failed or a rank is lost) or by cancellation."""
+
+    def __init__(
+        self, *, scheduler: Scheduler, thread: EngineThread, sync: StepSync, role: Role, clock: Clock
+    ) -> None:
+        self.num_steps = 0
+        self.step_s = 0.0
+        """Moving average of the duration of steps with work, seconds."""
+        self._scheduler = scheduler
+        self._thread = thread
+        self._sync = sync
+        self._role = role
+        self._clock = clock
+        self._work = asyncio.Event()
+        self._held: StepPlan | None = None  # voted too late for the last Go
+        self._drops: list[RequestId] = []  # for the next plan that runs
+        self._outcome: StepOutcome | None = None  # applied, not told yet
+
+    def wake(self) -> None:
+        """There may be work: a request came, or blocks did."""
+        self._work.set()
+
+    async def run(self) -> None:
+        for step in itertools.count():
+            plan, step_tokens = await self._agree(step)
+            self._sync.run_followers(plan, step_tokens)
+            started_s = self._clock.now_s()
+            running = self._thread.run(plan, step_tokens)
+            self._tell()
+            result = await running
+            self.num_steps += 1
+            if plan.work:
+                self._note_duration(self._clock.now_s() - started_s)
+                self._outcome = self._scheduler.complete(result)
+
+    def _note_duration(self, step_s: float) -> None:
+        decay = STEP_TIME_DECAY if self.step_s else 0.0
+        self.step_s = decay * self.step_s + (1 - decay) * step_s
+
+    async def _agree(self, step: int) -> tuple[StepPlan, list[int]]:
+        """Vote until the hub says go; return what to run."""
+        plan = msgspec.structs.replace(self._held, step=step) if self._held else self._plan(step)
+        self._held = None
+        self._sync.vote(step, plan.num_tokens)
+        if not self._sync.has_go():
+            self._tell()
+        while not plan.num_tokens and not self._sync.has_go():
+            await self._go_or_work()
+            if not self._sync.has_go():
+                plan = self._plan(step)
+                if plan.num_tokens:
+                    self._sync.vote(step, plan.num_tokens)
+        go = await self._sync.go()
+        assert go.step == step, (go.step, step)
+        if go.step_tokens[self._sync.lead_index] != plan.num_tokens:
+            self._held = plan  # our raise crossed this Go
+            return StepPlan(step=step), go.step_tokens
+        return plan, go.step_tokens
+
+    def _plan(self, step: int) -> StepPlan:
+        """What this worker would do now. A plan without work is complete at once; what it drops goes with the next."""
+        self._work.clear()
+        if not self._scheduler.has_work():
+            return StepPlan(step=step)
+        plan = self._scheduler.plan(step, self._clock.now_s())
+        self._role.planned()
+        if not plan.work:
+            self._drops += plan.drop
+            self._role.stepped(self._scheduler.complete(StepResult(step=step, sampled=[])))
+            return StepPlan(step=step)
+        if self._drops:
+            plan = msgspec.structs.replace(plan, drop=self._drops + plan.drop)
+            self._drops = []
+        return plan
+
+    async def _go_or_work(self) -> None:
+        go = asyncio.ensure_future(self._sync.wait_go())
+        work = asyncio.ensure_future(self._work.wait())
+        try:
+            await asyncio.wait({go, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            go.cancel()
+            work.cancel()
+
+    def _tell(self) -> None:
+        if self._outcome is not None:
+            outcome, self._outcome = self._outcome, None
+            self._role.stepped(outcome)
+
+
+async def follow(thread: EngineThread, sync: StepSync, on_tell: Callable[[bytes], None]) -> None:
+    """A follower's loop: run the lead's plans and hand on what it tells, in order. Raises EngineError."""
+    async for order in sync.orders():
+        if isinstance(order, Run):
+            await thread.run(order.plan, order.step_tokens)
+        else:
+            on_tell(order.payload)
