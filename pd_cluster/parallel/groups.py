@@ -80,6 +80,11 @@ class Group:
         self._wait(self._backend.alltoall_base(received, x.contiguous(), receive_counts, send_counts))
         return received
 
+    def minimum(self, value: int, device: torch.device | None = None) -> int:
+        """The least of what the ranks give."""
+        values = self.all_gather_rows(torch.tensor([value], dtype=torch.int64, device=device), [1] * self.size)
+        return int(values.min())
+
     def _wait(self, work: dist.Work) -> None:
         try:
             work.wait()

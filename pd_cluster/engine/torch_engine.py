@@ -1,0 +1,320 @@
+"""One rank's engine: sequences in, tokens out, by a transformer over a paged arena.
+
+It keeps each sequence's tokens and pages as numpy arrays, turns a plan into a batch, runs it, and samples from logits
+that are equal on all tensor-parallel ranks, so that every rank draws the same token and appends it. A rank without
+work still enters the expert layers when another DP rank has some.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from pd_cluster.engine.arena import KvArena
+from pd_cluster.engine.memory import choose_max_model_len, free_bytes, num_blocks_within
+from pd_cluster.engine.plan import NewSequence, Sampled, StepPlan, StepResult, Work
+from pd_cluster.errors import ConfigError, EngineError
+from pd_cluster.ids import BlockId, Rank, RequestId
+from pd_cluster.kv.layout import KvFingerprint, KvLayout
+from pd_cluster.model.batch import Int64, Span, build_batch
+from pd_cluster.model.config import Dtype, MlaConfig, ModelConfig
+from pd_cluster.model.transformer import Progress, Transformer, load_transformer
+from pd_cluster.model.weights import WeightSource
+from pd_cluster.parallel.collective import CollectiveDispatcher
+from pd_cluster.parallel.dispatch import Dispatcher
+from pd_cluster.parallel.groups import Groups
+from pd_cluster.parallel.local import LocalDispatcher
+from pd_cluster.parallel.placement import Placement, spread
+from pd_cluster.parallel.replicated import ReplicatedDispatcher
+from pd_cluster.request import SamplingParams
+
+
+class SampleRow(msgspec.Struct):
+    request_id: RequestId
+    sampling: SamplingParams
+
+
+class Sampler:
+    def sample(self, logits_SV: Tensor, rows: list[SampleRow]) -> list[Sampled]:
+        return [
+            Sampled(row.request_id, token_id) for row, token_id in zip(rows, logits_SV.argmax(-1).tolist(), strict=True)
+        ]
+
+
+class _Sequence:
+    """Token ids, and the arena's unit index of every 16 tokens; both arrays grow by doubling."""
+
+    def __init__(self, new: NewSequence, units_per_block: int) -> None:
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.num_computed = new.num_computed
+        self.num_tokens = len(new.token_ids)
+        self.sampling: SamplingParams = new.sampling
+        self._tokens: Int64 = np.array(new.token_ids, dtype=np.int64)
+        self._units_per_block = units_per_block
+        self.units: Int64 = np.zeros(0, dtype=np.int64)
+        self.grow(new.block_ids)
+
+    @property
+    def token_ids(self) -> Int64:
+        return self._tokens[: self.num_tokens]
+
+    def append(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros(max(64, self.num_tokens), dtype=np.int64)])
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def grow(self, block_ids: Seq[BlockId]) -> None:
+        first = np.array(block_ids, dtype=np.int64)[:, None] * self._units_per_block
+        self.units = np.concatenate([self.units, (first + np.arange(self._units_per_block)).reshape(-1)])
+
+
+class TorchEngine:
+    """Implements `plan.Engine`. All calls come from one thread; an EngineError leaves it unusable."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        arena: KvArena,
+        sampler: Sampler,
+        groups: Groups,
+        *,
+        fingerprint: KvFingerprint,
+        max_model_len: int,
+        placement: Placement | None = None,
+    ) -> None:
+        self.model = model
+        self.arena = arena
+        self.layout = arena.layout
+        self.num_blocks = arena.num_blocks
+        self.vocab_size = model.config.vocab_size
+        self.max_model_len = max_model_len
+        self.fingerprint = fingerprint
+        self.placement = placement
+        self.sampler = sampler
+        self._groups = groups
+        self._device = arena.device
+        # only ranks that exchange tokens need each other's steps
+        self._joins_idle = groups.dp_size > 1 and bool(model.moe_layers)
+        self._sequences: dict[RequestId, _Sequence] = {}
+        self._results: deque[StepResult] = deque()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def launch(self, plan: StepPlan, step_tokens: list[int]) -> None:
+        """Run `plan`. Raises EngineError when it does not fit the sequences, or when the step fails."""
+        started_s = time.perf_counter()
+        for request_id in plan.drop:
+            self._sequences.pop(self._known(request_id))
+        for new in plan.add:
+            if new.request_id in self._sequences:
+                raise EngineError(f"step {plan.step} adds sequence {new.request_id} twice")
+            self._sequences[new.request_id] = _Sequence(new, self.layout.units_per_block)
+        for request_id, block_ids in plan.grow.items():
+            self._sequences[self._known(request_id)].grow(block_ids)
+        spans = [self._span(work) for work in plan.work]
+        sampled = []
+        if spans or (self._joins_idle and any(step_tokens)):
+            try:
+                logits_SV = self._run(spans)
+                for work, span in zip(plan.work, spans, strict=True):
+                    self._sequences[work.request_id].num_computed = span.end
+                rows = [self._row(work.request_id) for work in plan.work if work.sample]
+                sampled = self.sampler.sample(logits_SV, rows) if rows else []
+            except RuntimeError as error:
+                raise EngineError(f"step {plan.step} failed: {error}") from error
+        for token in sampled:
+            if token.token_id is not None:
+                self._sequences[token.request_id].append(token.token_id)
+        self._results.append(
+            StepResult(step=plan.step, sampled=sampled, compute_s=time.perf_counter() - started_s if spans else 0.0)
+        )
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def expert_load(self) -> list[list[int]]:
+        """[MoE layer][expert] tokens routed since start; each token is counted by one rank of the engine."""
+        return [moe.load_E.tolist() for moe in self.model.moe_layers]
+
+    def expert_slots(self) -> list[int]:
+        """How many experts each rank of the engine holds in a MoE layer; empty for a model without experts."""
+        placement = self.placement
+        if placement is None:
+            return []
+        return [
+            sum(expert is not None for expert in placement.rank_slots(0, Rank(rank)))
+            for rank in range(placement.num_ranks)
+        ]
+
+    @torch.inference_mode()
+    def _run(self, spans: list[Span]) -> Tensor:
+        """float32 [S, V] logits of the spans that sample, in their order."""
+        batch = build_batch(spans, self.model.heads, self._device)
+        self.arena.clear_units(batch.open_units)
+        hidden_TH = self.model(batch, self.arena.layers)
+        if not len(batch.sample_rows):
+            return hidden_TH.new_zeros((0, self.vocab_size))
+        return self.model.logits(hidden_TH.index_select(0, batch.sample_rows))
+
+    def _known(self, request_id: RequestId) -> RequestId:
+        if request_id not in self._sequences:
+            raise EngineError(f"the plan names unknown sequence {request_id}")
+        return request_id
+
+    def _span(self, work: Work) -> Span:
+        seq = self._sequences[self._known(work.request_id)]
+        start, end = seq.num_computed, seq.num_computed + work.num_tokens
+        if work.num_tokens < 1 or end > seq.num_tokens or work.sample != (end == seq.num_tokens):
+            raise EngineError(f"{work} for {seq.num_tokens} tokens of which {start} have KV")
+        if end > len(seq.units) * 16:
+            raise EngineError(f"{work.request_id}: {end} tokens do not fit in its blocks")
+        return Span(start, end, seq.token_ids[start:end], seq.units, work.sample)
+
+    def _row(self, request_id: RequestId) -> SampleRow:
+        return SampleRow(request_id, self._sequences[request_id].sampling)
+
+
+DispatcherName = Literal["auto", "replicated", "collective", "local"]
+
+
+def build_engine(
+    config: ModelConfig,
+    source: WeightSource,
+    *,
+    dtype: Dtype,
+    block_size: int,
+    groups: Groups | None = None,
+    num_blocks: int | None = None,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = 2048,
+    memory_fraction: float = 0.5,
+    kv_max_bytes: int = 2 << 30,
+    ranks_on_host: int = 1,
+    redundant_experts: int = 0,
+    placement: Placement | None = None,
+    dispatcher: DispatcherName = "auto",
+    eos_token_ids: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+) -> TorchEngine:
+    """Load this rank's part of the model and set aside its KV memory. All ranks of an engine call this together.
+
+    `groups` says which rank this is (alone without). `num_blocks` None: measured after a step of
+    `max_num_batched_tokens`, and equal on all ranks. `dispatcher` auto: `replicated` for one DP rank, else
+    `collective`; `local` plays all ranks of `placement` in this process. `eos_token_ids` default to the config's.
+    Raises ConfigError for what does not divide or fit, ModelError from the source.
+    """
+    groups = groups or Groups()
+    device = device or torch.device("cpu")
+    chosen: Dispatcher | None = None
+    if config.moe is None:
+        placement = None
+        if redundant_experts:
+            raise ConfigError(f"redundant_experts is {redundant_experts}, but {config.architecture} has no experts")
+    else:
+        if placement is None:
+            placement = spread(config.moe.num_experts, groups.num_ranks, config.num_moe_layers, redundant_experts)
+        chosen = _dispatcher(dispatcher, groups, placement)
+    model = load_transformer(
+        source,
+        config,
+        dtype=getattr(torch, dtype),
+        groups=groups,
+        placement=placement,
+        dispatcher=chosen,
+        device=device,
+        progress=progress,
+    )
+    layout = layout_of(model, dtype, block_size)
+    if num_blocks is None:
+        longest = min(max_num_batched_tokens, max_model_len or config.max_position_embeddings)
+        _warm_up(model, layout, longest, device)
+        free = free_bytes(device)
+        num_blocks = num_blocks_within(
+            layout, free, fraction=memory_fraction, max_bytes=kv_max_bytes, ranks_on_host=ranks_on_host
+        )
+        if groups.engine is not None:
+            num_blocks = groups.engine.minimum(num_blocks, device)
+    if num_blocks < 1:
+        raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
+    return TorchEngine(
+        model,
+        KvArena(layout, num_blocks, device),
+        Sampler(),
+        groups,
+        fingerprint=fingerprint_of(config, layout, source),
+        max_model_len=choose_max_model_len(max_model_len, config.max_position_embeddings, num_blocks, block_size),
+        placement=placement,
+    )
+
+
+def _dispatcher(name: DispatcherName, groups: Groups, placement: Placement) -> Dispatcher:
+    if name == "local":
+        if groups.num_ranks != 1:
+            raise ConfigError("the local dispatcher plays all ranks in one process: it needs an engine of one rank")
+        return LocalDispatcher(placement.num_ranks, placement.slots_per_rank)
+    if placement.num_ranks != groups.num_ranks:
+        raise ConfigError(f"the placement is for {placement.num_ranks} ranks, the engine has {groups.num_ranks}")
+    if name == "collective" or (name == "auto" and groups.dp_size > 1):
+        return CollectiveDispatcher(groups, placement.slots_per_rank)
+    if groups.dp_size > 1:
+        raise ConfigError(f"the replicated dispatcher needs data_parallel 1, got {groups.dp_size}")
+    return ReplicatedDispatcher(groups, placement.slots_per_rank)
+
+
+def layout_of(model: Transformer, dtype: Dtype, block_size: int) -> KvLayout:
+    """How this rank's KV lies. Raises ConfigError for a block size that is no multiple of 16."""
+    attention = model.config.attention
+    is_mla = isinstance(attention, MlaConfig)
+    return KvLayout(
+        kind="mla" if is_mla else "gqa",
+        num_layers=model.config.num_layers,
+        head_ids=model.heads.held,
+        token_values=token_values(model.config),
+        dtype=dtype,
+        block_size=block_size,
+    )
+
+
+def token_values(config: ModelConfig) -> int:
+    """Values per token, head and layer."""
+    attention = config.attention
+    if isinstance(attention, MlaConfig):
+        return attention.kv_lora_rank + attention.qk_rope_head_dim
+    return 2 * attention.head_dim
+
+
+def fingerprint_of(config: ModelConfig, layout: KvLayout, source: WeightSource) -> KvFingerprint:
+    """What another engine must share to exchange KV with this one; the same on all its ranks."""
+    attention = config.attention
+    rope = msgspec.json.encode((config.rope, config.softmax_scale))
+    return KvFingerprint(
+        weights=source.identity,
+        kind=layout.kind,
+        num_layers=layout.num_layers,
+        num_kv_heads=1 if isinstance(attention, MlaConfig) else attention.num_kv_heads,
+        token_values=layout.token_values,
+        dtype=layout.dtype,
+        rope=hashlib.sha256(rope).hexdigest()[:16],
+    )
+
+
+@torch.inference_mode()
+def _warm_up(model: Transformer, layout: KvLayout, num_tokens: int, device: torch.device) -> None:
+    """One prefill as large as a step may be: what it allocates is then not counted as free."""
+    arena = KvArena(layout, layout.num_blocks_for(num_tokens), device)
+    token_ids = np.arange(num_tokens, dtype=np.int64) % model.config.vocab_size
+    units = np.arange(arena.num_blocks * layout.units_per_block, dtype=np.int64)
+    batch = build_batch([Span(0, num_tokens, token_ids, units, True)], model.heads, device)
+    model.logits(model(batch, arena.layers).index_select(0, batch.sample_rows))
+    for moe in model.moe_layers:
+        moe.load_E.zero_()
