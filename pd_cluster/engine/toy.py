@@ -13,7 +13,7 @@ and the token that follows a sequence of n tokens is read from the arena, whoeve
 An engine of role `prefill` writes PREFILL, one of role `decode` DECODE, and one that does `both` PREFILL for the prompt
 and DECODE for the output. So a decode side that computes a prompt by itself, or a transfer that loses, moves or mixes
 up a block, ends in other tokens (`toy_tokens` says the right ones), while a request resumed from its tokens, whose
-output is then prefilled, does not.
+output is then prefilled, does not. (A prompt that repeats a cached output does: what was decoded stays DECODE.)
 """
 
 import ctypes
