@@ -56,8 +56,8 @@ class LoadedModel:
         special = self.tokenizer.special.by_name() if self.tokenizer else {}
         if self.directory is not None:
             return load_chat_template(self.directory, special)
-        source = self._gguf.chat_template
-        return None if source is None else ChatTemplate(source, special_tokens=special)
+        source, named = self._gguf.chat_template, self._gguf.named_chat_templates
+        return None if source is None else ChatTemplate(source, special_tokens=special, named=named)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
