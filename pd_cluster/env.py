@@ -3,6 +3,7 @@
 - PD_CLUSTER_LOG_DIR: keep the ranks' log files here (default: a temporary directory, kept only after a failure)
 - PD_CLUSTER_DEBUG: 1 shows tracebacks instead of one line for an error
 - UCX_TLS: transports of UCX; `shm,self,tcp` when unset, the fastest between processes of one Linux host
+- RAY_ADDRESS: the Ray cluster to use when `launch.ray_address` is unset
 - OMP_NUM_THREADS and its kin: set in every rank from `threads` of its pool, since ranks share the cores of their host
 """
 
@@ -13,6 +14,11 @@ from pathlib import Path
 UCX_TLS_DEFAULT = "shm,self,tcp"
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # its new default; unset, every start prints a warning
+}
 
 
 def debug() -> bool:

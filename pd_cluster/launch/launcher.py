@@ -6,6 +6,8 @@ calls them.
 
 from typing import Protocol
 
+from pd_cluster.config import LaunchSection
+from pd_cluster.errors import ConfigError
 from pd_cluster.launch.spec import RankSpec
 
 
@@ -49,3 +51,18 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Release everything; ranks still alive are killed."""
+
+
+def create_launcher(section: LaunchSection) -> Launcher:
+    """The launcher a configuration names. Blocks while Ray starts. Raises ConfigError or Unavailable that say what to do."""
+    if section.launcher == "process":
+        from pd_cluster.launch.process import ProcessLauncher
+
+        return ProcessLauncher()
+    try:
+        from pd_cluster.launch.ray import RayLauncher
+    except ImportError as error:
+        raise ConfigError(
+            f"the ray launcher cannot import Ray ({error}): pip install 'ray[serve]', or use `--launcher process`"
+        ) from error
+    return RayLauncher(section.ray_address)

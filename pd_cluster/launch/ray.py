@@ -1,0 +1,304 @@
+"""The Ray launcher: every rank is an actor of a Ray cluster, placed by one placement group for each engine.
+
+A prefill instance is packed, for its ranks talk to each other most; a decode group is spread over nodes. Ray places,
+starts and kills, and notices deaths; no token and no KV passes through it. That a rank is dead is said only when its
+process is seen dead on its own node: Ray may call an actor dead while its process still runs. No other module imports
+Ray.
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util import get_node_ip_address
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from pd_cluster import env
+from pd_cluster.errors import ConfigError, Unavailable
+from pd_cluster.ids import EngineEpoch
+from pd_cluster.launch.launcher import RankHandle
+from pd_cluster.launch.pids import ProcessIdentity
+from pd_cluster.launch.spec import LEASE_S, RankSpec, decode_spec, encode_spec
+
+RunRank = Callable[[RankSpec, threading.Event], None]
+
+PLACE_TIMEOUT_S = 10.0
+ACTOR_TIMEOUT_S = 60.0
+NODE_TIMEOUT_S = 10.0
+KILL_S = 0.5
+"""How long a process may live on after its actor's end; a stopped one hears only the kernel."""
+
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # lines for Ray's own log reader
+OBJECT_STORE_BYTES = 80 << 20  # about Ray's least; nothing of ours passes through it
+
+
+class Home(msgspec.Struct, frozen=True):
+    """Where an actor runs."""
+
+    process: ProcessIdentity
+    node_id: str
+    node_ip: str
+    log: str  # file on that node
+
+
+class RankActor:
+    """The process of one rank: `run` serves on one thread until it is stopped, and the rest answers on others."""
+
+    def __init__(self, threads: int) -> None:
+        os.environ.update(env.rank_variables(threads, os.environ))  # before torch and UCX are loaded
+        self._stop = threading.Event()
+
+    def home(self) -> Home:
+        stderr = Path("/proc/self/fd/2")
+        log = str(stderr.readlink()) if stderr.exists() else ""
+        return Home(ProcessIdentity.own(), ray.get_runtime_context().get_node_id(), get_node_ip_address(), log)
+
+    def run(self, spec: bytes, run_rank: RunRank | None) -> None:
+        if run_rank is None:
+            from pd_cluster.launch import rank
+
+            run_rank = rank.run_rank
+        try:
+            run_rank(decode_spec(spec), self._stop)
+        except Exception:
+            traceback.print_exc()  # Ray hands it to the driver only; whoever reads the log wants it there
+            raise
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+class Node:
+    """Looks after rank processes on one node: a plain object on the driver's own node, an actor on others."""
+
+    def lives(self, process: ProcessIdentity) -> bool:
+        return process.lives()
+
+    def kill(self, process: ProcessIdentity) -> None:
+        process.kill()
+
+    def tail(self, log: str, num_lines: int) -> str:
+        try:
+            lines = Path(log).read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join([line for line in lines if not line.startswith(RAY_MARKS)][-num_lines:])
+
+
+class NodeClient:
+    """Reaches the `Node` of one node. When the node is lost, its ranks count as dead once their lease has run out."""
+
+    def __init__(self, node_id: str) -> None:
+        self._local = Node() if node_id == ray.get_runtime_context().get_node_id() else None
+        self._actor: Any = None
+        self._lost_s: float | None = None
+        if self._local is None:
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            self._actor = ray.remote(Node).options(num_cpus=0, scheduling_strategy=strategy).remote()
+
+    def lives(self, process: ProcessIdentity) -> bool:
+        if self._local is not None:
+            return self._local.lives(process)
+        try:
+            lives = bool(ray.get(self._actor.lives.remote(process), timeout=NODE_TIMEOUT_S))
+        except RayError:
+            self._lost_s = self._lost_s or time.monotonic()
+            return time.monotonic() - self._lost_s < LEASE_S
+        self._lost_s = None
+        return lives
+
+    def kill(self, process: ProcessIdentity) -> None:
+        if self._local is not None:
+            self._local.kill(process)
+        else:
+            self._actor.kill.remote(process)
+
+    def tail(self, log: str, num_lines: int) -> str:
+        if self._local is not None:
+            return self._local.tail(log, num_lines)
+        try:
+            return str(ray.get(self._actor.tail.remote(log, num_lines), timeout=NODE_TIMEOUT_S))
+        except RayError:
+            return ""
+
+
+class RayHandle:
+    def __init__(self, spec: RankSpec, actor: Any, home: Home, node: NodeClient, run_rank: RunRank | None) -> None:
+        self.spec = spec
+        self._home = home
+        self._actor = actor
+        self._node = node
+        self._code: int | None = None  # known when `run` ended; told when the process is gone
+        self._ended_s = 0.0
+        self._gone = False
+        self._running = actor.run.remote(encode_spec(spec), run_rank)
+
+    @property
+    def pid(self) -> int | None:
+        return self._home.process.pid
+
+    @property
+    def node_id(self) -> str:
+        return self._home.node_id
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            done, _ = ray.wait([self._running], timeout=0)
+            if not done:
+                return None
+            self._code = self._result()
+            self._ended_s = time.monotonic()
+            ray.kill(self._actor)
+        self._gone = self._gone or not self._node.lives(self._home.process)
+        if self._gone:
+            return self._code
+        if time.monotonic() - self._ended_s > KILL_S:
+            self._node.kill(self._home.process)
+        return None
+
+    def _result(self) -> int:
+        try:
+            ray.get(self._running)
+        except RayTaskError:
+            return 1
+        except RayActorError:
+            return -9
+        return 0
+
+    def terminate(self) -> None:
+        self._actor.stop.remote()
+
+    def kill(self) -> None:
+        ray.kill(self._actor)  # `poll` sees to it that the process ends
+
+    def wait(self, timeout_s: float) -> int | None:
+        deadline_s = time.monotonic() + timeout_s
+        while (code := self.poll()) is None and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return code
+
+    def log_tail(self, num_lines: int = 20) -> str:
+        return self._node.tail(self._home.log, num_lines)
+
+
+class RayLauncher:
+    """Without an address a Ray cluster of this host's own is started, and ended by `close`."""
+
+    def __init__(self, address: str | None = None, run_rank: RunRank | None = None) -> None:
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        if address.startswith("ray://"):
+            raise ConfigError(
+                f"launch.ray_address {address} is a Ray client address: run this on a node of the Ray cluster and use "
+                "`auto`, or HOST:PORT of its head"
+            )
+        self._run_rank = run_rank
+        self._local = address == "local"
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _init(address)
+        self.host = "127.0.0.1" if self._local else get_node_ip_address()
+        self._groups: dict[EngineEpoch, PlacementGroup] = {}
+        self._handles: list[RayHandle] = []
+        self._nodes: dict[str, NodeClient] = {}
+
+    def start(self, specs: list[RankSpec]) -> list[RankHandle]:
+        self._forget_dead()
+        groups: dict[EngineEpoch, PlacementGroup] = {}
+        actors: list[Any] = []
+        try:
+            share = self._cpu_share(specs)
+            for epoch in dict.fromkeys(spec.epoch for spec in specs):
+                groups[epoch] = _place([spec for spec in specs if spec.epoch == epoch], share)
+            _wait_placed(groups, len(specs))
+            for spec in specs:
+                strategy = PlacementGroupSchedulingStrategy(groups[spec.epoch], placement_group_bundle_index=spec.rank)
+                options = {"name": f"{spec.name}-{spec.epoch}", "num_cpus": spec.threads * share, "max_concurrency": 4}
+                actor = ray.remote(RankActor).options(scheduling_strategy=strategy, max_restarts=0, **options)
+                actors.append(actor.remote(spec.threads))
+            homes: list[Home] = ray.get([actor.home.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
+        except (RayError, Unavailable) as error:
+            for actor in actors:
+                ray.kill(actor)
+            for group in groups.values():
+                remove_placement_group(group)
+            raise (
+                error if isinstance(error, Unavailable) else Unavailable(f"Ray could not start ranks: {error}")
+            ) from error
+        per_node = Counter(home.node_id for home in homes) + Counter(handle.node_id for handle in self._handles)
+        started = []
+        for spec, actor, home in zip(specs, actors, homes, strict=True):
+            if home.node_id not in self._nodes:
+                self._nodes[home.node_id] = NodeClient(home.node_id)
+            node = self._nodes[home.node_id]
+            host = self.host if self._local else home.node_ip
+            placed = msgspec.structs.replace(spec, bind_host=host, ranks_on_host=per_node[home.node_id])
+            started.append(RayHandle(placed, actor, home, node, self._run_rank))
+        self._handles += started
+        self._groups |= groups
+        return list(started)
+
+    def _cpu_share(self, specs: list[RankSpec]) -> float:
+        """CPUs asked of Ray for each thread of a rank: 1 where that fits, else an even share of what is there."""
+        wanted = sum(spec.threads for spec in specs)
+        free = ray.available_resources().get("CPU", 0.0)
+        return 1.0 if wanted <= free else max(math.floor(free / wanted * 1000) / 1000, 0.001)
+
+    def _forget_dead(self) -> None:
+        self._handles = [handle for handle in self._handles if handle.poll() is None]
+        living = {handle.spec.epoch for handle in self._handles}
+        for epoch in set(self._groups) - living:
+            remove_placement_group(self._groups.pop(epoch))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            if handle.poll() is None:
+                handle.kill()
+        for handle in self._handles:
+            handle.wait(NODE_TIMEOUT_S)
+        self._forget_dead()
+        self._nodes.clear()
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def _init(address: str) -> None:
+    for name, value in env.RAY_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "pd-cluster"}
+    try:
+        if address == "local":
+            ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        else:
+            ray.init(address, **quiet)
+    except (RuntimeError, OSError, ValueError, RayError) as error:
+        place = "a local Ray cluster did not start" if address == "local" else f"no Ray cluster answers at {address}"
+        reason = str(error).strip().splitlines()[0]
+        raise Unavailable(f"{place}: {reason}; `--launcher process` needs no Ray") from error
+
+
+def _place(specs: list[RankSpec], share: float) -> PlacementGroup:
+    """`specs`: all ranks of one engine."""
+    strategy = "PACK" if specs[0].role == "prefill" else "SPREAD"
+    return placement_group([{"CPU": spec.threads * share} for spec in specs], strategy=strategy)
+
+
+def _wait_placed(groups: dict[EngineEpoch, PlacementGroup], num_ranks: int) -> None:
+    try:
+        ray.get([group.ready() for group in groups.values()], timeout=PLACE_TIMEOUT_S)
+    except GetTimeoutError as error:
+        free = ray.available_resources().get("CPU", 0.0)
+        raise Unavailable(
+            f"the Ray cluster found no place for {num_ranks} ranks in {PLACE_TIMEOUT_S:g} s ({free:g} CPUs are free): "
+            "add nodes, end other jobs or shrink the pools"
+        ) from error

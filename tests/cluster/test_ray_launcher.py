@@ -1,0 +1,117 @@
+"""Ranks as actors of a real Ray cluster: placed, watched and ended."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+
+from pd_cluster.config import load_config
+from pd_cluster.errors import ConfigError
+from pd_cluster.ids import EngineEpoch
+from pd_cluster.launch.pids import ProcessIdentity
+from pd_cluster.launch.ray import RayHandle, RayLauncher
+from pd_cluster.launch.roles import engine_shapes, rank_specs
+from pd_cluster.launch.spec import RankSpec
+
+pytestmark = pytest.mark.processes
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+
+
+def serve(spec: RankSpec, stop: threading.Event) -> None:
+    print(
+        f"{spec.name} of {spec.ranks_on_host} at {spec.bind_host}, {os.environ['OMP_NUM_THREADS']}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if spec.config.model.path == "broken":
+        raise RuntimeError("no such model")
+    stop.wait()
+
+
+def specs(role: str, num_ranks: int, threads: int = 1, epoch: str = "e", path: str = "demo") -> list[RankSpec]:
+    section = {"prefill": "prefill.tensor_parallel", "decode": "decode.data_parallel"}[role]
+    config = load_config(overrides=[f"{section}={num_ranks}", f"{role}.threads={threads}", f"model.path={path}"])
+    (shape,) = [s for s in engine_shapes(config) if s.role == role]
+    return rank_specs(shape, EngineEpoch(epoch), config, ("127.0.0.1", 1), ranks_on_host=num_ranks)
+
+
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[RayLauncher]:
+    launcher = RayLauncher("local", serve)
+    yield launcher
+    launcher.close()
+    assert not ray.is_initialized()
+
+
+def test_ranks_of_several_engines_run_on_a_host_with_fewer_cores_than_threads(launcher: RayLauncher) -> None:
+    handles = launcher.start(specs("prefill", 2, threads=64) + specs("decode", 3, epoch="f"))
+    until(lambda: all(handle.log_tail() for handle in handles))
+    assert [handle.log_tail() for handle in handles] == [
+        "prefill-0.0 of 5 at 127.0.0.1, 64",
+        "prefill-0.1 of 5 at 127.0.0.1, 64",
+        "decode-0.0 of 5 at 127.0.0.1, 1",
+        "decode-0.1 of 5 at 127.0.0.1, 1",
+        "decode-0.2 of 5 at 127.0.0.1, 1",
+    ]
+    assert len({handle.pid for handle in handles}) == 5
+    assert [handle.poll() for handle in handles] == [None] * 5
+    handles[0].terminate()
+    assert handles[0].wait(20) == 0
+    assert handles[1].pid is not None
+    os.kill(handles[1].pid, signal.SIGKILL)
+    assert handles[1].wait(20) == -9
+    handles[2].kill()
+    assert handles[2].wait(20) == -9
+    assert handles[3].poll() is None
+
+
+def test_an_error_of_a_rank_is_its_exit_code_and_stands_in_its_log(launcher: RayLauncher) -> None:
+    (handle,) = launcher.start(specs("prefill", 1, epoch="g", path="broken"))
+    assert handle.wait(30) == 1
+    assert "no such model" in handle.log_tail()
+
+
+def test_a_stopped_process_is_not_called_dead_until_it_is(launcher: RayLauncher) -> None:
+    (handle,) = launcher.start(specs("prefill", 1, epoch="h"))
+    assert isinstance(handle, RayHandle)
+    process = handle._home.process
+    os.kill(process.pid, signal.SIGSTOP)
+    ray.kill(handle._actor)
+    time.sleep(0.3)
+    assert handle.poll() is None or not process.lives()
+    handle.kill()
+    assert handle.wait(20) is not None
+    assert not process.lives()
+
+
+def test_placement_groups_of_dead_engines_are_given_back(launcher: RayLauncher) -> None:
+    for index in range(3):
+        (handle,) = launcher.start(specs("decode", 1, epoch=f"i{index}"))
+        handle.kill()
+        assert handle.wait(20) is not None
+    launcher.start([])
+    assert not any(epoch.startswith("i") for epoch in launcher._groups)
+
+
+def test_a_client_address_is_refused_with_a_way_out() -> None:
+    with pytest.raises(ConfigError, match="run this on a node of the Ray cluster"):
+        RayLauncher("ray://somewhere:10001")
+
+
+def test_an_identity_is_not_fooled_by_a_reused_pid() -> None:
+    own = ProcessIdentity.own()
+    assert own.lives()
+    assert own.started is not None
+    assert not ProcessIdentity(own.pid, own.started - 1).lives()
