@@ -54,7 +54,7 @@ class Launcher(Protocol):
 
 
 def create_launcher(section: LaunchSection) -> Launcher:
-    """The launcher a configuration names. Blocks while Ray starts. Raises ConfigError or Unavailable that say what to do."""
+    """The launcher a configuration names. Blocks while Ray starts. Raises ConfigError or Unavailable."""
     if section.launcher == "process":
         from pd_cluster.launch.process import ProcessLauncher
 
