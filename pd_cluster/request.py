@@ -101,6 +101,15 @@ class Request(Struct, frozen=True, kw_only=True):
             )
 
 
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Natural logs of probabilities before temperature: the chosen token's, its rank (1: likeliest), the likeliest."""
+
+    chosen: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

@@ -1,7 +1,8 @@
 """What the scheduler tells an engine to do in one step, and what the engine answers.
 
-An engine keeps, per sequence, its token ids, how many of them have KV, and its blocks; a plan carries only changes. All TP ranks of a
-worker run the same plan and sample the same tokens, so no token travels between them. A sequence lives from `add` to `drop`.
+An engine keeps, per sequence, its token ids, how many of them have KV, and its blocks; a plan carries only changes. All
+TP ranks of a worker run the same plan and sample the same tokens, so no token travels between them. A sequence lives
+from `add` to `drop`.
 """
 
 from typing import Protocol
@@ -9,11 +10,21 @@ from typing import Protocol
 from msgspec import Struct
 
 from pd_cluster.ids import BlockId, RequestId
-from pd_cluster.request import SamplingParams
+from pd_cluster.request import SamplingParams, TokenLogprobs
+
+__all__ = [
+    "Engine",
+    "NewSequence",
+    "Sampled",
+    "StepPlan",
+    "StepResult",
+    "TokenLogprobs",
+    "Work",
+]
 
 
 class NewSequence(Struct, frozen=True, kw_only=True):
-    """A sequence the engine has not seen: all its token ids, the first `num_computed` of which have KV in `block_ids`."""
+    """A sequence new to the engine: all its token ids, the first `num_computed` of which have KV in `block_ids`."""
 
     request_id: RequestId
     token_ids: list[int]
@@ -24,7 +35,7 @@ class NewSequence(Struct, frozen=True, kw_only=True):
 
 
 class Work(Struct, frozen=True):
-    """Compute KV for the next `num_tokens` tokens of a sequence; `sample`: these reach its last token, choose the next."""
+    """Compute KV for a sequence's next `num_tokens` tokens; `sample`: these reach its last token, choose the next."""
 
     request_id: RequestId
     num_tokens: int
@@ -32,7 +43,7 @@ class Work(Struct, frozen=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """One step. Order: drop, add, grow, then work. An empty plan is a step of an idle rank: it still joins collectives."""
+    """One step. Order: drop, add, grow, work. An empty plan is a step of an idle rank: it still joins collectives."""
 
     step: int
     drop: list[RequestId] = []
@@ -45,17 +56,8 @@ class StepPlan(Struct, frozen=True, kw_only=True):
         return sum(w.num_tokens for w in self.work)
 
 
-class TokenLogprobs(Struct, frozen=True, array_like=True):
-    """Natural logs of probabilities before temperature: the chosen token's, its rank (1 is the likeliest), the likeliest."""
-
-    chosen: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
 class Sampled(Struct, frozen=True, array_like=True):
-    """The token chosen for a sequence; None when its logits are not numbers, which fails that request and nothing else."""
+    """The token chosen for a sequence; None when its logits are not numbers, which fails that request alone."""
 
     request_id: RequestId
     token_id: int | None
