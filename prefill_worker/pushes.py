@@ -19,7 +19,7 @@ from enum import StrEnum
 from msgspec import Struct, field
 
 from pd_cluster.clock import Clock
-from pd_cluster.errors import DeadlineExceeded, PdClusterError, PeerIncompatible, TransferFailed
+from pd_cluster.errors import DeadlineExceeded, DuplicateRequest, PdClusterError, PeerIncompatible, TransferFailed
 from pd_cluster.ids import BlockId, EngineEpoch, TransferId, WorkerId
 from pd_cluster.kv.layout import KvFingerprint, KvLayout
 from pd_cluster.messages import Push
@@ -151,8 +151,12 @@ class Pushes:
     # ---- inputs
 
     def open(self, transfer_id: TransferId, num_tokens: int, deadline_s: float) -> None:
-        """A request of `num_tokens` tokens begins; its push order must come within `deadline_s`."""
-        assert transfer_id not in self._pushes, transfer_id
+        """A request of `num_tokens` tokens begins; its push order must come within `deadline_s`.
+
+        Raises DuplicateRequest when the transfer is already there.
+        """
+        if transfer_id in self._pushes:
+            raise DuplicateRequest(f"transfer {transfer_id} is already under way")
         now_s = self._clock.now_s()
         self._pushes[transfer_id] = _Push(
             transfer_id=transfer_id, num_tokens=num_tokens, opened_s=now_s, deadline_s=now_s + deadline_s
