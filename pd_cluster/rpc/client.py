@@ -137,6 +137,9 @@ class ControlClient:
                 reason = str(error)
             except grpc.RpcError as error:
                 reason = _describe(error)
+            except Exception as error:  # one worker's message that breaks us must not silence its stream for good
+                log.exception("control_stream_failed", address=self.address)
+                reason = f"{type(error).__name__}: {error}"
             else:
                 reason = "the worker ended the stream"
             finally:

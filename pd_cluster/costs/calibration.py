@@ -1,0 +1,70 @@
+"""The cost model of one worker: the roofline, corrected by what the worker measured.
+
+Each kind of work has one factor, the moving average of log(measured / predicted). A slow worker, an optimistic hardware
+table or a busy host therefore shows within a few observations, and one outlier moves little.
+"""
+
+import math
+
+from pd_cluster.costs import roofline
+from pd_cluster.costs.roofline import Hardware, ModelWork
+
+WEIGHT = 0.2
+"""Of the newest observation; the first few weigh more, so that a new worker is known after one request."""
+
+MAX_LOG_RATIO = math.log(1e6)
+
+
+class Correction:
+    """A factor learnt from pairs of predicted and measured seconds."""
+
+    def __init__(self) -> None:
+        self._log_ratio = 0.0
+        self._num_observed = 0
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self._log_ratio)
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Learn from one measurement; meaningless ones (zero, negative, not finite) are ignored."""
+        if not (predicted_s > 0 and measured_s > 0 and math.isfinite(predicted_s) and math.isfinite(measured_s)):
+            return
+        log_ratio = max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, math.log(measured_s / predicted_s)))
+        self._num_observed += 1
+        self._log_ratio += max(WEIGHT, 1 / self._num_observed) * (log_ratio - self._log_ratio)
+
+
+class WorkerCosts:
+    """Predictions for one worker, in seconds."""
+
+    def __init__(self, hardware: Hardware | None = None, work: ModelWork | None = None) -> None:
+        self.hardware = hardware or Hardware()
+        self.work = work or ModelWork()
+        self._prefill = Correction()
+        self._step = Correction()
+        self._transfer = Correction()
+
+    def prefill_s(self, num_new_tokens: int, num_cached_tokens: int = 0) -> float:
+        predicted = roofline.prefill_s(self.hardware, self.work, num_new_tokens, num_cached_tokens)
+        return self._prefill.factor * predicted
+
+    def step_s(self, num_seqs: int, num_context_tokens: int) -> float:
+        predicted = roofline.decode_step_s(self.hardware, self.work, num_seqs, num_context_tokens)
+        return self._step.factor * predicted
+
+    def transfer_s(self, num_tokens: int) -> float:
+        predicted = roofline.transfer_s(self.hardware, num_tokens * self.work.kv_token_bytes)
+        return self._transfer.factor * predicted
+
+    def observe_prefill(self, num_new_tokens: int, num_cached_tokens: int, seconds: float) -> None:
+        predicted = roofline.prefill_s(self.hardware, self.work, num_new_tokens, num_cached_tokens)
+        self._prefill.observe(predicted, seconds)
+
+    def observe_step(self, num_seqs: int, num_context_tokens: int, seconds: float) -> None:
+        predicted = roofline.decode_step_s(self.hardware, self.work, num_seqs, num_context_tokens)
+        self._step.observe(predicted, seconds)
+
+    def observe_transfer(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes > 0:
+            self._transfer.observe(roofline.transfer_s(self.hardware, num_bytes), seconds)

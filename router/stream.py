@@ -1,0 +1,85 @@
+"""The tokens of one request on their way to its client: an async iterator that joins what the client left waiting."""
+
+import asyncio
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from pd_cluster.engine.plan import TokenLogprobs
+from pd_cluster.errors import Cancelled, PdClusterError
+from pd_cluster.ids import RequestId
+from router.attempt import Delta, Timings
+
+if TYPE_CHECKING:
+    from router.flight import Flight
+
+
+class TokenStream:
+    """Iterate for deltas; leaving the `async with` block cancels what is not finished.
+
+    Iteration raises the request's error after the tokens that came before it.
+    """
+
+    def __init__(self, flight: "Flight") -> None:
+        self.last_token_s: float | None = None  # for metrics
+        self._flight = flight
+        self._waiting: list[Delta] = []
+        self._error: PdClusterError | None = None
+        self._ended = False  # nothing more will be put
+        self._ready = asyncio.Event()
+
+    @property
+    def request_id(self) -> RequestId:
+        return self._flight.id
+
+    @property
+    def timings(self) -> Timings:
+        return self._flight.timings
+
+    def cancel(self) -> None:
+        """The client went away: free both sides. Nothing happens when the request has ended."""
+        self._flight.cancel(Cancelled("the client went away"))
+
+    def stop(self) -> None:
+        """The client has all it wanted: free both sides; the last delta comes with finish `stop`."""
+        self._flight.stop()
+
+    def put(self, delta: Delta) -> None:
+        self._waiting.append(delta)
+        self._ended = delta.finish is not None
+        self._ready.set()
+
+    def fail(self, error: PdClusterError) -> None:
+        self._error, self._ended = error, True
+        self._ready.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._waiting:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._ended:
+                raise StopAsyncIteration
+            self._ready.clear()
+            await self._ready.wait()
+        waiting, self._waiting = self._waiting, []
+        return waiting[0] if len(waiting) == 1 else _joined(waiting)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for delta in deltas:
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs or []
+    return Delta(token_ids, logprobs or None, deltas[-1].finish, deltas[-1].timings)
