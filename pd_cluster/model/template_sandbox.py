@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -67,7 +66,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             "dict": _make_dict,
             "namespace": _PlainNamespace,
             "raise_exception": _raise_exception,
-            "strftime_now": partial(_strftime, now),
+            "strftime_now": _strftime_now(now),
         }
 
     def render(self, template: Template, values: Mapping[str, Any]) -> str:
@@ -145,7 +144,7 @@ class _Instrument(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
         return node
 
-    visit_For = visit_Macro = visit_CallBlock = _count  # noqa: N815
+    visit_For = visit_Macro = visit_CallBlock = _count
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -226,8 +225,11 @@ def _raise_exception(message: object) -> None:
     raise TemplateError(str(message))
 
 
-def _strftime(now: Callable[[], datetime], form: str) -> str:
-    return now().strftime(form)
+def _strftime_now(now: Callable[[], datetime]) -> Callable[[str], str]:
+    def strftime_now(form: str) -> str:
+        return now().strftime(form)
+
+    return strftime_now  # a closure: a partial would show its parts to templates
 
 
 def _make_dict(*pairs: Any, **values: Any) -> dict[Any, Any]:
