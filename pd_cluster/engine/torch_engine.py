@@ -24,6 +24,7 @@ from pd_cluster.ids import BlockId, Rank, RequestId
 from pd_cluster.kv.layout import KvFingerprint, KvLayout
 from pd_cluster.model.batch import Int64, Span, build_batch
 from pd_cluster.model.config import Dtype, MlaConfig, ModelConfig
+from pd_cluster.model.sampler import Sampler, SampleRow
 from pd_cluster.model.transformer import Progress, Transformer, load_transformer
 from pd_cluster.model.weights import WeightSource
 from pd_cluster.parallel.collective import CollectiveDispatcher
@@ -33,18 +34,6 @@ from pd_cluster.parallel.local import LocalDispatcher
 from pd_cluster.parallel.placement import Placement, spread
 from pd_cluster.parallel.replicated import ReplicatedDispatcher
 from pd_cluster.request import SamplingParams
-
-
-class SampleRow(msgspec.Struct):
-    request_id: RequestId
-    sampling: SamplingParams
-
-
-class Sampler:
-    def sample(self, logits_SV: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-        return [
-            Sampled(row.request_id, token_id) for row, token_id in zip(rows, logits_SV.argmax(-1).tolist(), strict=True)
-        ]
 
 
 class _Sequence:
@@ -63,6 +52,10 @@ class _Sequence:
     @property
     def token_ids(self) -> Int64:
         return self._tokens[: self.num_tokens]
+
+    def sample_row(self) -> SampleRow:
+        history = self.token_ids if self.sampling.needs_history else None
+        return SampleRow(self.sampling, self.num_tokens, self.num_tokens - self.num_prompt_tokens, history)
 
     def append(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):
@@ -121,19 +114,15 @@ class TorchEngine:
         for request_id, block_ids in plan.grow.items():
             self._sequences[self._known(request_id)].grow(block_ids)
         spans = [self._span(work) for work in plan.work]
-        sampled = []
+        sampled: list[Sampled] = []
         if spans or (self._joins_idle and any(step_tokens)):
             try:
                 logits_SV = self._run(spans)
                 for work, span in zip(plan.work, spans, strict=True):
                     self._sequences[work.request_id].num_computed = span.end
-                rows = [self._row(work.request_id) for work in plan.work if work.sample]
-                sampled = self.sampler.sample(logits_SV, rows) if rows else []
+                sampled = self._sample(logits_SV, [work.request_id for work in plan.work if work.sample])
             except RuntimeError as error:
                 raise EngineError(f"step {plan.step} failed: {error}") from error
-        for token in sampled:
-            if token.token_id is not None:
-                self._sequences[token.request_id].append(token.token_id)
         self._results.append(
             StepResult(step=plan.step, sampled=sampled, compute_s=time.perf_counter() - started_s if spans else 0.0)
         )
@@ -179,8 +168,16 @@ class TorchEngine:
             raise EngineError(f"{work.request_id}: {end} tokens do not fit in its blocks")
         return Span(start, end, seq.token_ids[start:end], seq.units, work.sample)
 
-    def _row(self, request_id: RequestId) -> SampleRow:
-        return SampleRow(request_id, self._sequences[request_id].sampling)
+    def _sample(self, logits_SV: Tensor, request_ids: list[RequestId]) -> list[Sampled]:
+        """Draw the next token of each sequence and append it."""
+        sampled = []
+        sequences = [self._sequences[request_id] for request_id in request_ids]
+        drawn = self.sampler.sample(logits_SV, [seq.sample_row() for seq in sequences])
+        for request_id, seq, (token_id, logprobs) in zip(request_ids, sequences, drawn, strict=True):
+            if token_id is not None:
+                seq.append(token_id)
+            sampled.append(Sampled(request_id, token_id, logprobs))
+        return sampled
 
 
 DispatcherName = Literal["auto", "replicated", "collective", "local"]
@@ -249,7 +246,7 @@ def build_engine(
     return TorchEngine(
         model,
         KvArena(layout, num_blocks, device),
-        Sampler(),
+        Sampler(config.vocab_size, frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)),
         groups,
         fingerprint=fingerprint_of(config, layout, source),
         max_model_len=choose_max_model_len(max_model_len, config.max_position_embeddings, num_blocks, block_size),

@@ -45,7 +45,7 @@ class Gate:
     def _keep_best_groups(self, choice_TE: Tensor) -> Tensor:
         """Everything outside the best groups becomes -inf: a mask of 0 would win over negative biased scores."""
         config = self.config
-        choice_TGE = choice_TE.view(len(choice_TE), config.num_groups, -1)
+        choice_TGE = choice_TE.view(-1, config.num_groups, config.num_experts // config.num_groups)
         if config.gate == "deepseek_v3":
             best = min(2, choice_TGE.shape[-1])
             group_scores_TG = choice_TGE.topk(best, dim=-1).values.sum(-1)

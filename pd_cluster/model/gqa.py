@@ -32,7 +32,7 @@ def kv_heads(config: GqaConfig, tp_rank: int, tp_size: int) -> KvHeads:
     per_kv_head = config.num_heads // config.num_kv_heads
     read = [head // per_kv_head for head in range(start, end)]
     held = sorted(set(read))
-    evenly = [held[i * len(held) // len(read)] for i in range(len(read))]
+    evenly = [head for head in held for _ in range(len(read) // len(held))]
     # uneven groups are computed as if every query had a KV head of its own
     groups = range(len(held)) if evenly == read else [held.index(head) for head in read]
     return KvHeads(tuple(held), tuple(groups))

@@ -28,17 +28,17 @@ class SlotChoice:
         copies = placement.copies(layer)
         most = max(len(slots) for slots in copies)
         padded = [[*slots, *slots[:1] * (most - len(slots))] for slots in copies]
-        self._slots_EC = torch.tensor(padded, dtype=torch.int64, device=device)
-        self._num_copies_E = torch.tensor([len(slots) for slots in copies], dtype=torch.int64, device=device)
+        self.slots_EC = torch.tensor(padded, dtype=torch.int64, device=device)
+        self.num_copies_E = torch.tensor([len(slots) for slots in copies], dtype=torch.int64, device=device)
         self._single = most == 1
 
     def __call__(self, experts_TK: Tensor, mix_T: Tensor) -> Tensor:
         """int64 [T, K] slots. `mix_T` is `token_mix` of the tokens."""
         if self._single:
-            return self._slots_EC[experts_TK, 0]
+            return self.slots_EC[experts_TK, 0]
         mixed = (mix_T.unsqueeze(1) + experts_TK * 0x9E3779B1) & 0x7FFFFFFF
         mixed = (mixed * 0x85EBCA6B & 0x7FFFFFFF) >> 15
-        return self._slots_EC[experts_TK, mixed % self._num_copies_E[experts_TK]]
+        return self.slots_EC[experts_TK, mixed % self.num_copies_E[experts_TK]]
 
 
 def token_mix(token_ids_T: Tensor, positions_T: Tensor) -> Tensor:

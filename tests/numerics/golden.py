@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import HashStore
 
-from pd_cluster.engine.plan import NewSequence, Sampled, StepPlan, StepResult, Work
+from pd_cluster.engine.plan import NewSequence, StepPlan, StepResult, Work
 from pd_cluster.engine.torch_engine import TorchEngine, build_engine
 from pd_cluster.ids import BlockId, Rank, RequestId
 from pd_cluster.model.batch import Span, build_batch
+from pd_cluster.model.config import ModelConfig
+from pd_cluster.model.random_weights import RandomSource
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.request import SamplingParams
@@ -62,28 +64,27 @@ class Recorder:
         self.sampler = sampler
         self.rows: list[Tensor] = []
 
-    def sample(self, logits_SV: Tensor, rows: list[Any]) -> list[Sampled]:
+    def sample(self, logits_SV: Tensor, rows: list[Any]) -> Any:
         self.rows = list(logits_SV.clone())
-        sampled: list[Sampled] = self.sampler.sample(logits_SV, rows)
-        return sampled
+        return self.sampler.sample(logits_SV, rows)
 
 
 class Cluster:
     """An engine of data_parallel x tensor_parallel ranks, one thread each; steps run on all of them together."""
 
-    def __init__(self, name: str, dp: int = 1, tp: int = 1, num_blocks: int = 40, **options: Any) -> None:
+    def __init__(self, of: str | ModelConfig, dp: int = 1, tp: int = 1, num_blocks: int = 40, **options: Any) -> None:
         self.dp, self.tp = dp, tp
         self.block_size: int = options.setdefault("block_size", 16)
         self.step = 0
-        loaded = model(name)
+        config = of if isinstance(of, ModelConfig) else model(of).config
         store = HashStore()
         self._pool = ThreadPoolExecutor(dp * tp)
 
         def build(rank: int) -> TorchEngine:
             torch.set_num_threads(1)
             groups = Groups.connect(store, rank=Rank(rank), tensor_parallel=tp, data_parallel=dp, timeout_s=60)
-            source = open_model(str(CHECKPOINTS / name)).source if dp * tp > 1 else loaded.source
-            return build_engine(loaded.config, source, dtype="float32", groups=groups, num_blocks=num_blocks, **options)
+            source = RandomSource(of) if isinstance(of, ModelConfig) else open_model(str(CHECKPOINTS / of)).source
+            return build_engine(config, source, dtype="float32", groups=groups, num_blocks=num_blocks, **options)
 
         self.engines = list(self._pool.map(build, range(dp * tp)))
         for engine in self.engines:
