@@ -95,7 +95,7 @@ class GgufSource:
         first_block, last_block = left // block, -(-right // block)
         cut = slice(first_block * block_bytes, last_block * block_bytes)
         out_NK = torch.empty(end - start, right - left, dtype=dtype)
-        for low in range(start, end, ROWS_AT_ONCE):
+        for low in range(start, end if right > left else start, ROWS_AT_ONCE):
             high = min(end, low + ROWS_AT_ONCE)
             picked = raw_NB[_rows_in_file(np.arange(low, high), shape[0], place.num_heads), cut]
             values_NK = self._widen(place.name, tensor, picked)
