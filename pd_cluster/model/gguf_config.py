@@ -15,7 +15,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.config import Dtype, GqaConfig, ModelConfig, MoeConfig, RopeConfig
 from pd_cluster.model.gguf_file import GgufFile
 from pd_cluster.model.gguf_tokenizer import gguf_tokenizer
-from pd_cluster.model.hf_config import yarn_mscale
+from pd_cluster.model.hf_rope import yarn_mscale
 from pd_cluster.model.tokenizer import Tokenizer
 
 PLAIN_DTYPES: dict[GGMLQuantizationType, Dtype] = {
