@@ -72,8 +72,11 @@ class Recorder:
 class Cluster:
     """An engine of data_parallel x tensor_parallel ranks, one thread each; steps run on all of them together."""
 
-    def __init__(self, of: str | ModelConfig, dp: int = 1, tp: int = 1, num_blocks: int = 40, **options: Any) -> None:
+    def __init__(
+        self, of: str | ModelConfig, dp: int = 1, tp: int = 1, num_blocks: int | None = 40, **options: Any
+    ) -> None:
         self.dp, self.tp = dp, tp
+        options.setdefault("dtype", "float32")
         self.block_size: int = options.setdefault("block_size", 16)
         self.step = 0
         config = of if isinstance(of, ModelConfig) else model(of).config
@@ -84,7 +87,7 @@ class Cluster:
             torch.set_num_threads(1)
             groups = Groups.connect(store, rank=Rank(rank), tensor_parallel=tp, data_parallel=dp, timeout_s=60)
             source = RandomSource(of) if isinstance(of, ModelConfig) else open_model(str(CHECKPOINTS / of)).source
-            return build_engine(config, source, dtype="float32", groups=groups, num_blocks=num_blocks, **options)
+            return build_engine(config, source, groups=groups, num_blocks=num_blocks, **options)
 
         self.engines = list(self._pool.map(build, range(dp * tp)))
         for engine in self.engines:

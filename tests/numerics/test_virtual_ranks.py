@@ -1,4 +1,4 @@
-"""DeepSeek-V3's widest decode group in one process: 320 ranks, each with its own slot, for 256 experts and 64 copies."""
+"""DeepSeek-V3's widest decode group in one process: 320 ranks, one slot each, for 256 experts and 64 copies."""
 
 from collections.abc import Callable
 
