@@ -2,7 +2,7 @@
 
 - PD_CLUSTER_LOG_DIR: keep the ranks' log files here (default: a temporary directory, kept only after a failure)
 - PD_CLUSTER_DEBUG: 1 shows tracebacks instead of one line for an error
-- UCX_TLS: transports of UCX; `shm,self,tcp` when unset, the fastest between processes of one Linux host
+- UCX_TLS, NIXL_LOG_LEVEL: read by UCX and NIXL; the transfer backend sets what suits this host where they are unset
 - RAY_ADDRESS: the Ray cluster to use when `launch.ray_address` is unset
 - OMP_NUM_THREADS and its kin: set in every rank from `threads` of its pool, since ranks share the cores of their host
 """
@@ -10,8 +10,6 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-
-UCX_TLS_DEFAULT = "shm,self,tcp"
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -32,9 +30,8 @@ def log_dir() -> Path | None:
 
 
 def rank_variables(threads: int, base: Mapping[str, str]) -> dict[str, str]:
-    """What a rank's environment must hold beside `base`. A user's own UCX_TLS and log level stay."""
+    """What a rank's environment must hold beside `base`. A log level that the user has set stays."""
     variables = {name: str(threads) for name in THREAD_VARIABLES}
     variables["PYTHONUNBUFFERED"] = "1"
-    variables["UCX_TLS"] = base.get("UCX_TLS", UCX_TLS_DEFAULT)
     variables["TORCH_CPP_LOG_LEVEL"] = base.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     return variables

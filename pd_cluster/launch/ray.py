@@ -30,6 +30,7 @@ from pd_cluster.ids import EngineEpoch
 from pd_cluster.launch.launcher import RankHandle
 from pd_cluster.launch.pids import ProcessIdentity
 from pd_cluster.launch.spec import LEASE_S, RankSpec, decode_spec, encode_spec
+from pd_cluster.log import configure_logging
 
 RunRank = Callable[[RankSpec, threading.Event], None]
 
@@ -65,12 +66,14 @@ class RankActor:
         return Home(ProcessIdentity.own(), ray.get_runtime_context().get_node_id(), get_node_ip_address(), log)
 
     def run(self, spec: bytes, run_rank: RunRank | None) -> None:
+        decoded = decode_spec(spec)
         if run_rank is None:
             from pd_cluster.launch import rank
 
             run_rank = rank.run_rank
+        configure_logging(process=decoded.name)
         try:
-            run_rank(decode_spec(spec), self._stop)
+            run_rank(decoded, self._stop)
         except Exception:
             traceback.print_exc()  # Ray hands it to the driver only; whoever reads the log wants it there
             raise

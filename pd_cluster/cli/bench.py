@@ -1,0 +1,33 @@
+"""`pd-cluster bench ...`: measurements, each a table for people or one JSON object for machines."""
+
+import sys
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from pd_cluster.cli import edge, options
+
+app = typer.Typer(name="bench", help="Measure this machine and this code.", no_args_is_help=True)
+
+
+@app.command()
+@edge.guard
+def transfer(
+    total_mib: Annotated[int, typer.Option(help="Bytes of one transfer.", min=1)] = 64,
+    json: options.AsJson = False,
+) -> None:
+    """KV through NIXL between two processes, against a plain memory copy in the same run."""
+    from pd_cluster.bench.transfer import run
+
+    _print(run(total_bytes=total_mib << 20), json)
+
+
+def _print(result: dict[str, Any], json: bool) -> None:
+    if json:
+        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        return
+    width = max(map(len, result))
+    for key, value in result.items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        sys.stdout.write(f"{key:{width}}  {text}\n")

@@ -1,0 +1,66 @@
+"""The edge between commands and the shell: one line for an error, an exit code, and a clean end on Ctrl-C.
+
+Exit codes: 0 done, 1 it failed, 2 the command or its configuration is wrong, 130 interrupted.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+
+from pd_cluster import env
+from pd_cluster.errors import ConfigError, ModelError, PdClusterError, RequestError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+USAGE_ERRORS = (ConfigError, ModelError, RequestError)
+
+
+def guard(function: Callable[P, None]) -> Callable[P, None]:
+    """Turn errors that a user can meet into one line on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(*args, **kwargs)
+            sys.stdout.flush()
+        except PdClusterError as error:
+            if env.debug():
+                raise
+            fail(error.message, code=2 if isinstance(error, USAGE_ERRORS) else 1)
+        except BrokenPipeError:  # whoever read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return guarded
+
+
+def fail(message: str, code: int = 1) -> None:
+    """Say what happened and what to do, and end the command."""
+    sys.stderr.write(f"pd-cluster: {message}\n")
+    raise typer.Exit(code)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on uvloop. SIGINT and SIGTERM cancel it, so that whatever it holds is released; a second one is
+    harder. Raises KeyboardInterrupt after the first."""
+    import uvloop
+
+    async def guarded() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.suppress(NotImplementedError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os.kill(os.getpid(), signal.SIGINT))
+        return await main
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(guarded())
