@@ -50,9 +50,8 @@ def test_a_sequence_continues_on_kv_that_came_from_elsewhere(name: str) -> None:
     unit = prefill.layout.unit_bytes
     assert unit == decode.layout.unit_bytes
     for source, target in zip((6, 7, 10), (19, 0, 8), strict=True):  # units of blocks 3 and 5; blocks of one unit
-        decode.arena.bytes[target * unit : (target + 1) * unit] = prefill.arena.bytes[
-            source * unit : (source + 1) * unit
-        ]
+        received = decode.arena.bytes[target * unit : (target + 1) * unit]
+        received.copy_(prefill.arena.bytes[source * unit : (source + 1) * unit])
     assert prefill.fingerprint == decode.fingerprint
     add = [new(A, [*ids, first], [19, 0, 8], num_computed=len(ids))]
     tokens = [first]
@@ -154,7 +153,7 @@ def test_bfloat16_stays_near_float32(name: str) -> None:
     cluster = Cluster(name, dtype="bfloat16")
     for i, logits_TV in enumerate(cluster.prefill_logits(prompts(name))):
         expected = reference(name)[f"prompt{i}.logits"]
-        error = (logits_TV - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
-        assert TOLERANCE < error < 0.05
+        errors_T = (logits_TV - expected).norm(dim=1) / expected.norm(dim=1)
+        assert TOLERANCE < errors_T.median() < 0.05  # the median: a rounded score may choose another expert
         assert torch.isfinite(logits_TV).all()
     cluster.close()
