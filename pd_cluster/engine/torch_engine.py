@@ -5,27 +5,27 @@ that are equal on all tensor-parallel ranks, so that every rank draws the same t
 work still enters the expert layers when another DP rank has some.
 """
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Literal
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from pd_cluster.engine.arena import KvArena
+from pd_cluster.engine.kv_identity import fingerprint_of, layout_of
 from pd_cluster.engine.memory import choose_max_model_len, free_bytes, num_blocks_within
 from pd_cluster.engine.plan import NewSequence, Sampled, StepPlan, StepResult, Work
 from pd_cluster.errors import ConfigError, EngineError
 from pd_cluster.ids import BlockId, Rank, RequestId
 from pd_cluster.kv.layout import KvFingerprint, KvLayout
 from pd_cluster.model.batch import Int64, Span, build_batch
-from pd_cluster.model.config import Dtype, MlaConfig, ModelConfig
+from pd_cluster.model.config import Dtype, ModelConfig
+from pd_cluster.model.loader import Progress, load_transformer
 from pd_cluster.model.sampler import Sampler, SampleRow
-from pd_cluster.model.transformer import Progress, Transformer, load_transformer
+from pd_cluster.model.transformer import Transformer
 from pd_cluster.model.weights import WeightSource
 from pd_cluster.parallel.collective import CollectiveDispatcher
 from pd_cluster.parallel.dispatch import Dispatcher
@@ -231,7 +231,7 @@ def build_engine(
         device=device,
         progress=progress,
     )
-    layout = layout_of(model, dtype, block_size)
+    layout = layout_of(config, model.heads.held, dtype, block_size)
     if num_blocks is None:
         longest = min(max_num_batched_tokens, max_model_len or config.max_position_embeddings)
         _warm_up(model, layout, longest, device)
@@ -266,43 +266,6 @@ def _dispatcher(name: DispatcherName, groups: Groups, placement: Placement) -> D
     if groups.dp_size > 1:
         raise ConfigError(f"the replicated dispatcher needs data_parallel 1, got {groups.dp_size}")
     return ReplicatedDispatcher(groups, placement.slots_per_rank)
-
-
-def layout_of(model: Transformer, dtype: Dtype, block_size: int) -> KvLayout:
-    """How this rank's KV lies. Raises ConfigError for a block size that is no multiple of 16."""
-    attention = model.config.attention
-    is_mla = isinstance(attention, MlaConfig)
-    return KvLayout(
-        kind="mla" if is_mla else "gqa",
-        num_layers=model.config.num_layers,
-        head_ids=model.heads.held,
-        token_values=token_values(model.config),
-        dtype=dtype,
-        block_size=block_size,
-    )
-
-
-def token_values(config: ModelConfig) -> int:
-    """Values per token, head and layer."""
-    attention = config.attention
-    if isinstance(attention, MlaConfig):
-        return attention.kv_lora_rank + attention.qk_rope_head_dim
-    return 2 * attention.head_dim
-
-
-def fingerprint_of(config: ModelConfig, layout: KvLayout, source: WeightSource) -> KvFingerprint:
-    """What another engine must share to exchange KV with this one; the same on all its ranks."""
-    attention = config.attention
-    rope = msgspec.json.encode((config.rope, config.softmax_scale))
-    return KvFingerprint(
-        weights=source.identity,
-        kind=layout.kind,
-        num_layers=layout.num_layers,
-        num_kv_heads=1 if isinstance(attention, MlaConfig) else attention.num_kv_heads,
-        token_values=layout.token_values,
-        dtype=layout.dtype,
-        rope=hashlib.sha256(rope).hexdigest()[:16],
-    )
 
 
 @torch.inference_mode()
