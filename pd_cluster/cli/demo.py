@@ -27,6 +27,7 @@ def demo(
         "prefill.tensor_parallel": 2,
         "decode.data_parallel": 2,
         "decode.max_num_seqs": 16,
+        "kv.max_bytes": 64 << 20,
         "launch.launcher": launcher,
         "launch.ray_address": "local",
     }
@@ -35,4 +36,5 @@ def demo(
 
     from pd_cluster.cli.demonstration import OPENINGS, run_demo
 
+    edge.quiet_logs()
     edge.run(run_demo(config, prompt or OPENINGS, max_tokens, temperature, seed))

@@ -29,6 +29,7 @@ OPENINGS = [
     "There was a small red bird who",
     "In a house by the sea",
 ]
+LOG_WIDTH = 120
 HEARTBEAT_S = 0.6  # after this, what workers counted has reached the router
 
 
@@ -38,7 +39,7 @@ class Story:
     def __init__(self, index: int, opening: str, tokenizer: Tokenizer) -> None:
         self.index = index
         self.opening = opening
-        self.text = ""
+        self.text = opening
         self.token_ids = tokenizer.encode(opening)
         self.completion: Completion | None = None
         self._stream = Detokenizer(tokenizer)
@@ -59,7 +60,9 @@ class Story:
 
     def rich(self) -> Text:
         name = Text(f"{self.index + 1} ", style="bold cyan")
-        return name + Text(self.opening, style="dim") + Text(" ".join(self.text.split("\n")))
+        story = Text(self.text.replace("\n", " "))
+        story.stylize("dim", 0, len(self.opening))
+        return name + story
 
 
 async def run_demo(config: ClusterConfig, openings: list[str], max_tokens: int, temperature: float, seed: int) -> None:
@@ -67,7 +70,7 @@ async def run_demo(config: ClusterConfig, openings: list[str], max_tokens: int, 
     model = open_model(config.model.path, config.model.load)
     if model.tokenizer is None:
         raise PdClusterError(f"{model.name} has no tokenizer: the demo needs one")
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)
     started_s = time.monotonic()
     stories = [Story(index, opening, model.tokenizer) for index, opening in enumerate(openings)]
     sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
@@ -113,7 +116,7 @@ async def _tell(cluster: Cluster, stories: list[Story], sampling: SamplingParams
             while not telling.done():
                 await asyncio.wait([telling], timeout=0.07)
                 for story in stories:
-                    while (line := story.new_line(72)) is not None:
+                    while (line := story.new_line(100)) is not None:
                         console.print(f"  {story.index + 1} | {line}", soft_wrap=True, markup=False)
         await telling
     finally:
@@ -139,8 +142,8 @@ def _timeline(stories: list[Story]) -> Table:
         table.add_column(heading, justify="left" if heading.endswith((" on", "end")) else "right")
     for story in stories:
         completion = story.completion
-        if completion is None or completion.timings is None:
-            reason = completion.error.message if completion is not None and completion.error else "cancelled"
+        if completion is None or completion.error is not None or completion.timings is None:
+            reason = completion.error.code if completion is not None and completion.error else "cancelled"
             table.add_row(str(story.index + 1), *[""] * 9, reason)
             continue
         t = completion.timings

@@ -16,6 +16,7 @@ import typer
 
 from pd_cluster import env
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, RequestError
+from pd_cluster.log import configure_logging
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,6 +43,11 @@ def guard(function: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(130) from None
 
     return guarded
+
+
+def quiet_logs() -> None:
+    """For commands whose output is for people: of the log, only what went wrong."""
+    configure_logging("debug" if env.debug() else "warning")
 
 
 def fail(message: str, code: int = 1) -> None:

@@ -97,6 +97,7 @@ def generate(
 
     from pd_cluster.cli.offline import JsonPrinter, TextPrinter, run_offline
 
+    edge.quiet_logs()
     printer = JsonPrinter(opened, sys.stdout) if json else TextPrinter(opened, len(requests), sys.stdout)
     num_failed = edge.run(run_offline(resolved, opened, requests, concurrency or len(requests), printer))
     if num_failed:

@@ -60,7 +60,7 @@ class StartDisplay:
             case EngineUp():
                 num_workers = len(event.addresses)
                 self._console.print(f"{event.engine_id} is up: {num_workers} worker{'s' if num_workers > 1 else ''}")
-            case EngineLost() | EngineFailed():
+            case EngineLost(expected=False) | EngineFailed():
                 self._console.print(f"{event.engine_id} failed")
             case _:
                 pass

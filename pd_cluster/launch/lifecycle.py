@@ -76,6 +76,7 @@ class EngineLost(Struct, frozen=True):
     epoch: EngineEpoch
     addresses: list[str]
     reason: str
+    expected: bool = False  # the cluster is being stopped
 
 
 class EngineDead(Struct, frozen=True):
@@ -97,14 +98,15 @@ Action = Start | Terminate | Kill | EngineEvent
 
 
 def describe_exit(name: str, code: int, log_tail: str) -> str:
-    """One line on how a rank ended, then its last words."""
+    """One line on how a rank ended, with its last word; then the lines before that."""
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += " (out of memory?)"
     else:
         how = f"exited with code {code}"
-    return f"{name} {how}" + (f"; its last lines:\n{log_tail}" if log_tail else "")
+    lines = log_tail.strip().splitlines()
+    return f"{name} {how}: {lines[-1].strip()}\n{log_tail.rstrip()}" if lines else f"{name} {how}"
 
 
 class EngineLife:
@@ -206,7 +208,7 @@ class EngineLife:
         if self.state in (State.BACKOFF, State.FAILED):
             self._to(State.STOPPED, now_s)
         elif self.state in (State.STARTING, State.READY):
-            lost = self._lost("the cluster stops")
+            lost = self._lost("the cluster stops", expected=True)
             self._to(State.ENDING, now_s)
             return [*lost, Terminate(self._epoch())]
         return []
@@ -219,10 +221,10 @@ class EngineLife:
             return lost + self._gone(now_s)
         return [*lost, Kill(self._epoch())]
 
-    def _lost(self, reason: str) -> list[Action]:
+    def _lost(self, reason: str, expected: bool = False) -> list[Action]:
         if self.state is not State.READY:
             return []
-        return [EngineLost(self.engine_id, self._epoch(), self.addresses, reason)]
+        return [EngineLost(self.engine_id, self._epoch(), self.addresses, reason, expected)]
 
     def _gone(self, now_s: float) -> list[Action]:
         dead = EngineDead(self.engine_id, self._epoch())

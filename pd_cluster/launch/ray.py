@@ -67,12 +67,12 @@ class RankActor:
 
     def run(self, spec: bytes, run_rank: RunRank | None) -> None:
         decoded = decode_spec(spec)
-        if run_rank is None:
-            from pd_cluster.launch import rank
-
-            run_rank = rank.run_rank
         configure_logging(process=decoded.name)
         try:
+            if run_rank is None:
+                from pd_cluster.launch import rank
+
+                run_rank = rank.run_rank
             run_rank(decoded, self._stop)
         except Exception:
             traceback.print_exc()  # Ray hands it to the driver only; whoever reads the log wants it there

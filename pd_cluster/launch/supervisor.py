@@ -289,8 +289,9 @@ def _log(event: EngineEvent) -> None:
         case EngineUp():
             log.info("engine_up", engine=event.engine_id, epoch=event.epoch, addresses=event.addresses)
         case EngineLost():
-            log.warning("engine_lost", engine=event.engine_id, epoch=event.epoch, reason=event.reason)
+            tell = log.info if event.expected else log.warning
+            tell("engine_lost", engine=event.engine_id, epoch=event.epoch, reason=event.reason.partition("\n")[0])
         case EngineDead():
             log.info("engine_dead", engine=event.engine_id, epoch=event.epoch)
         case EngineFailed():
-            log.error("engine_failed", engine=event.engine_id, reason=event.reason)
+            log.error("engine_failed", engine=event.engine_id, reason=event.reason.partition("\n")[0])

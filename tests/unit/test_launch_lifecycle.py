@@ -148,7 +148,10 @@ def test_a_launcher_that_cannot_start_a_successor_costs_one_restart() -> None:
 def test_stop_asks_first_and_kills_those_that_do_not_end() -> None:
     engine = ready(life())
     epoch = EngineEpoch("e1")
-    assert engine.stop(10.0) == [EngineLost(ID, epoch, ["h:0", "h:1"], "the cluster stops"), Terminate(epoch)]
+    assert engine.stop(10.0) == [
+        EngineLost(ID, epoch, ["h:0", "h:1"], "the cluster stops", expected=True),
+        Terminate(epoch),
+    ]
     assert engine.exited(Rank(0), "ended", 10.1) == []
     assert engine.tick(10.0 + GRACE_S - 0.1) == []
     assert engine.tick(10.0 + GRACE_S) == [Kill(epoch)]
@@ -193,7 +196,9 @@ def test_an_exit_is_described_by_its_signal_and_last_words() -> None:
     assert describe_exit("decode-0.1", 3, "") == "decode-0.1 exited with code 3"
     assert describe_exit("decode-0.1", -signal.SIGSEGV, "") == "decode-0.1 was killed by SIGSEGV"
     assert "out of memory" in describe_exit("decode-0.1", -signal.SIGKILL, "")
-    assert describe_exit("d.0", 1, "boom").endswith("boom")
+    assert describe_exit("d.0", 1, "at line 3\nValueError: boom\n") == (
+        "d.0 exited with code 1: ValueError: boom\nat line 3\nValueError: boom"
+    )
 
 
 def test_the_role_table_follows_the_configuration() -> None:
