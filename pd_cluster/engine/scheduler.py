@@ -150,6 +150,16 @@ class Scheduler:
         self._end(seq)
         return True
 
+    def abort_keeping_blocks(self, request_id: RequestId) -> list[BlockId]:
+        """Forget a request whose blocks somebody still reads: they count as reserved until `cancel`."""
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return []
+        block_ids = seq.block_ids.copy()
+        self._memory.keep(block_ids)
+        self._end(seq)
+        return block_ids
+
     def release(self, request_id: RequestId) -> None:
         """A held request was pushed, or will not be: its blocks become prefix cache. Nothing happens when it is not
         held here.
@@ -292,8 +302,8 @@ class Scheduler:
         num_held_blocks = 0
         for seq in (*self._sequences.values(), *self._ending):
             num_holders.update(seq.block_ids)
-            num_known = len(seq.token_ids) + seq.num_pending_samples
-            assert seq.num_computed <= seq.num_scheduled <= num_known, seq.request_id
+            assert seq.num_computed <= seq.num_scheduled, seq.request_id
+            assert seq.num_unscheduled >= 0 or seq.state is State.ENDED, seq.request_id
             assert seq.num_scheduled <= len(seq.block_ids) * self._memory.block_size, seq.request_id
             num_held_blocks += len(seq.block_ids) if seq.state is State.HELD else 0
             assert seq.state is not State.WAITING or not seq.block_ids, seq.request_id

@@ -131,9 +131,11 @@ def test_requests_draw_the_same_tokens_whatever_the_budget_and_depth(
     prompts = {name: prompt_of(n, i) for i, (name, n) in enumerate([("a", 1), ("b", 15), ("c", 16), ("d", 33)])}
     for name, prompt in prompts.items():
         worker.scheduler.add(request(name, prompt, max_tokens=20), prefill_only=False, now_s=0.0)
-    worker.run_all()
+    plans = worker.run_all()
     assert worker.output == {name: toy_tokens(prompt, 20) for name, prompt in prompts.items()}
     assert set(worker.finish.values()) == {LENGTH}
+    # no token is computed twice, and none beyond what max_tokens needs
+    assert sum(plan.num_tokens for plan in plans) == 1 + 15 + 16 + 33 + 4 * 19
     worker.assert_idle()
 
 
@@ -374,6 +376,18 @@ def test_without_prefix_cache_nothing_is_shared_or_reported() -> None:
     assert worker.scheduler.load().num_free_blocks == 32
 
 
+def test_block_is_shared_only_when_it_is_computed() -> None:
+    worker = Worker(depth=2, max_num_batched_tokens=16)
+    worker.scheduler.add(request("a", prompt_of(40)), prefill_only=False, now_s=0.0)
+    worker.launch()
+    worker.launch()
+    assert worker.scheduler.cached_units() == []
+    worker.complete()
+    assert worker.scheduler.cached_units() == unit_hashes(prompt_of(16))
+    worker.complete()
+    assert worker.scheduler.cached_units() == unit_hashes(prompt_of(32))
+
+
 # ---- preemption
 
 
@@ -429,19 +443,22 @@ def test_sole_request_gives_way_to_reserved_blocks_without_spinning(preempt: str
 
 
 def test_prefill_only_request_is_never_preempted() -> None:
-    worker = Worker(num_blocks=8, max_num_batched_tokens=8)
-    worker.scheduler.add(request("decode", prompt_of(8), max_tokens=100), prefill_only=False, now_s=0.0)
+    worker = Worker(num_blocks=9, max_num_batched_tokens=20)
+    worker.scheduler.add(request("d1", prompt_of(15), max_tokens=30), prefill_only=False, now_s=0.0)
     worker.run()
+    worker.scheduler.add(request("d2", prompt_of(15), max_tokens=30), prefill_only=False, now_s=0.0)
     worker.scheduler.add(request("prefill", prompt_of(90, 2)), prefill_only=True, now_s=0.0)
     worker.run()
     block_ids = worker.scheduler.block_ids(RequestId("prefill"))
+    worker.run()  # d1 takes the last block
+    plan, _ = worker.run()  # d2 needs one more
+    assert plan.drop == [RequestId("d2")]
     worker.run_all()
-    assert len(worker.output["decode"]) < 100  # it gave way
     assert worker.scheduler.block_ids(RequestId("prefill")) == block_ids
     assert worker.scheduler.load().num_held_blocks == 6
     worker.scheduler.release(RequestId("prefill"))
     worker.run_all()
-    assert worker.output["decode"] == toy_tokens(prompt_of(8), 100)
+    assert worker.output == {name: toy_tokens(prompt_of(15), 30) for name in ("d1", "d2")}
 
 
 # ---- prefill for others
@@ -476,6 +493,15 @@ def test_release_before_the_first_token_changes_nothing() -> None:
     worker.scheduler.release(RequestId("unknown"))
     worker.run_all()
     assert worker.scheduler.load().num_held_blocks == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefill_only_request_draws_one_token_at_any_depth(depth: int) -> None:
+    worker = Worker(depth=depth, max_num_batched_tokens=16)
+    worker.scheduler.add(request("a", prompt_of(20)), prefill_only=True, now_s=0.0)
+    plans = worker.run_all()
+    assert sum(plan.num_tokens for plan in plans) == 20
+    assert worker.scheduler.load().num_held_blocks == 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])
