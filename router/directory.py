@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from msgspec import structs
 
-from pd_cluster.costs.calibration import WorkerCosts
+from pd_cluster.costs.calibration import Corrections, WorkerCosts
 from pd_cluster.costs.roofline import Hardware, ModelWork
 from pd_cluster.ids import EngineEpoch, WorkerId
 from pd_cluster.messages import WorkerInfo, WorkerLoad
@@ -97,6 +97,7 @@ class Directory:
     def __init__(self, hardware: Hardware | None = None, work: ModelWork | None = None) -> None:
         self._hardware = hardware
         self._work = work or ModelWork()
+        self._pool = Corrections()
         self._workers: dict[WorkerId, Worker] = {}
         self._pairs: dict[tuple[EngineEpoch, EngineEpoch], str | None] = {}  # why (not) KV goes from one to the other
 
@@ -122,7 +123,7 @@ class Directory:
         """A worker is there, new, restarted or reconnected."""
         known = self._workers.get(info.worker_id)
         work = structs.replace(self._work, kv_token_bytes=max(1.0, info.block_bytes / max(1, info.block_size)))
-        costs = known.costs if known is not None else WorkerCosts(self._hardware, work)
+        costs = known.costs if known is not None else WorkerCosts(self._hardware, work, self._pool)
         worker = self._workers[info.worker_id] = Worker(info, epoch, costs)
         self._forget_old_pairs()
         return worker

@@ -90,9 +90,16 @@ class Pipeline:
     # ---- for clients
 
     def submit(
-        self, request: Request, *, timeout_s: float | None = None, prefer: WorkerId | None = None
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None = None,
+        prefer: WorkerId | None = None,
+        ready: asyncio.Event | None = None,
     ) -> TokenStream:
         """Send a request off; iterate over the stream for its tokens, and leave it or cancel it at any time.
+
+        `prefer` names a worker that has the prompt's KV cached; `ready` is set whenever the stream has something.
 
         Raises InvalidRequest, ContextTooLong, DuplicateRequest, Overloaded, Unavailable or PeerIncompatible at once.
         """
@@ -105,7 +112,7 @@ class Pipeline:
         self._validate(request)
         deadline_s = self.now_s() + (self._request_timeout_s if timeout_s is None else timeout_s)
         flight = Flight(request, self, self._limits, deadline_s, prefer)
-        stream = TokenStream(flight)
+        stream = TokenStream(flight, ready)
         self._flights[flight.id] = flight
         self._streams[flight.id] = stream
         self._count(flight.phase, 1)
@@ -140,11 +147,20 @@ class Pipeline:
     def num_in_flight(self) -> int:
         return len(self._flights)
 
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be served from prefill to decode."""
+        return not self._closing and self.directory.ready
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The context that every worker has; None while no worker is known."""
+        return min((worker.info.max_model_len for worker in self.directory.workers), default=None)
+
     def _validate(self, request: Request) -> None:
-        """By the least context that any worker has; without workers the policy says what is missing."""
-        infos = [worker.info for worker in self.directory.workers]
-        if infos:
-            request.validate(min(info.vocab_size for info in infos), min(info.max_model_len for info in infos))
+        max_model_len = self.max_model_len
+        if max_model_len is not None:
+            request.validate(min(worker.info.vocab_size for worker in self.directory.workers), max_model_len)
         elif not request.token_ids:
             raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
 
@@ -278,7 +294,7 @@ class Pipeline:
 
     def on_lost(self, client: Conversation, reason: str) -> None:
         """A worker's stream broke."""
-        leg = self._legs.pop(client, None)
+        leg = self._legs.get(client)
         if leg is not None and self._conversations.get(leg) is client:
             self._lose(leg, reason)
         self._settle()
@@ -296,6 +312,14 @@ class Pipeline:
         self._owed.pop(leg, None)
         self._links.gone(leg)
         self._settle()
+
+    def forget(self, client: Conversation, reason: str) -> None:
+        """Hang up on whoever speaks through `client`: it is removed, unless it speaks through another by now."""
+        leg = self._legs.pop(client, None)
+        if leg is not None and self._conversations.get(leg, client) is client:
+            worker = self.directory.get(leg.worker_id)
+            if worker is not None and worker.epoch == leg.epoch:
+                self.remove_worker(leg.worker_id, reason)
 
     def engine_dead(self, epoch: EngineEpoch) -> None:
         """Every process of that engine epoch is dead: the supervisor saw it. Nothing is written by it any more."""

@@ -60,7 +60,7 @@ def pick_prefill(
         own_s = worker.costs.prefill_s(num_tokens - num_cached, num_cached)
         return worker.costs.prefill_s(worker.num_waiting_tokens) + own_s
 
-    best_s, worker = _least(_preferred(fitting, avoid), predicted_s, turn)
+    best_s, worker = _least(_preferred(fitting, avoid), predicted_s, cached, turn)
     if best_s > remaining_s:
         raise Overloaded(
             f"the first token is expected in {best_s:.1f} s and the deadline is in {remaining_s:.1f} s: retry later"
@@ -103,7 +103,7 @@ def pick_decode(
             step_s *= 1 + worker.num_seqs
         return step_s + worker.costs.transfer_s(num_pushed)
 
-    best_s, worker = _least(roomy or preferred, predicted_s, turn)
+    best_s, worker = _least(roomy or preferred, predicted_s, cached, turn)
     room = "has room" if roomy else "must wait for room"
     reason = f"{worker.num_seqs} sequences, {worker.num_free_blocks} free blocks, {room}"
     return Choice(worker, best_s, min(cached.get(worker.id, 0), num_tokens), reason)
@@ -133,9 +133,13 @@ def _preferred(workers: Sequence[Worker], avoid: Collection[WorkerId]) -> Sequen
     return [worker for worker in workers if worker.id not in avoid] or workers
 
 
-def _least(workers: Sequence[Worker], predicted_s: Callable[[Worker], float], turn: int) -> tuple[float, Worker]:
-    """The worker with the least prediction; equals take turns."""
+def _least(
+    workers: Sequence[Worker], predicted_s: Callable[[Worker], float], cached: Mapping[WorkerId, int], turn: int
+) -> tuple[float, Worker]:
+    """The worker with the least prediction; of equals one with the most cached, and of these each in turn."""
     predictions = [predicted_s(worker) for worker in workers]
     limit = min(predictions) * TIE
     equal = [(seconds, worker) for seconds, worker in zip(predictions, workers, strict=True) if seconds <= limit]
+    most = max(cached.get(worker.id, 0) for _, worker in equal)
+    equal = [(seconds, worker) for seconds, worker in equal if cached.get(worker.id, 0) == most]
     return equal[turn % len(equal)]

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 class TokenStream:
     """Iterate for deltas; leaving the `async with` block cancels what is not finished.
 
-    Iteration raises the request's error after the tokens that came before it.
+    Iteration raises the request's error after the tokens that came before it. `take` is for those who follow several
+    streams by one shared event.
     """
 
-    def __init__(self, flight: "Flight") -> None:
+    def __init__(self, flight: "Flight", ready: asyncio.Event | None = None) -> None:
         self.last_token_s: float | None = None  # for metrics
         self._flight = flight
         self._waiting: list[Delta] = []
         self._error: PdClusterError | None = None
         self._ended = False  # nothing more will be put
-        self._ready = asyncio.Event()
+        self._ready = ready or asyncio.Event()  # several streams may share one
 
     @property
     def request_id(self) -> RequestId:
@@ -52,20 +53,31 @@ class TokenStream:
         self._error, self._ended = error, True
         self._ready.set()
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether everything was taken, the error included."""
+        return self._ended and not self._waiting and self._error is None
+
+    def take(self) -> Delta | None:
+        """What is waiting, as one delta; None when nothing is. Raises the request's error once, after its tokens."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            return waiting[0] if len(waiting) == 1 else _joined(waiting)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return None
+
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._waiting:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
+        while (delta := self.take()) is None:
             if self._ended:
                 raise StopAsyncIteration
             self._ready.clear()
             await self._ready.wait()
-        waiting, self._waiting = self._waiting, []
-        return waiting[0] if len(waiting) == 1 else _joined(waiting)
+        return delta
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,28 +4,30 @@ It answers by the rules of `pd_cluster.messages` and can be told to hold back or
 (`Cluster`, where the test pumps messages) and behind a real ControlServer.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 from pd_cluster import messages as m
 from pd_cluster.clock import FakeClock
 from pd_cluster.engine.plan import TokenLogprobs
 from pd_cluster.errors import Overloaded, PdClusterError
-from pd_cluster.ids import BlockId, EngineEpoch, EngineId, RequestId, TransferId, WorkerId
+from pd_cluster.ids import BlockId, EngineEpoch, EngineId, RequestId, RouterId, TransferId, WorkerId
 from pd_cluster.kv.layout import KvFingerprint
 from pd_cluster.request import FinishReason, Request, SamplingParams
+from pd_cluster.rpc.server import ControlServer
 from pd_cluster.transfer.contract import WorkerEndpoint
 from router.attempt import Limits
 from router.directory import Directory
 from router.pipeline import Pipeline
 
-VOCAB_SIZE = 256
-EOS = 0
+VOCAB_SIZE = 257
+EOS = 256
 BLOCK_SIZE = 16
 
 
 def next_token(token_ids: list[int]) -> int:
     """The toy model: never EOS, and different for every history of a test's size."""
-    return 1 + (31 * token_ids[-1] + 7 * len(token_ids) + sum(token_ids)) % (VOCAB_SIZE - 1)
+    return 1 + (31 * token_ids[-1] + 7 * len(token_ids) + sum(token_ids)) % 255
 
 
 def continuation(token_ids: list[int], count: int) -> list[int]:
@@ -51,17 +53,22 @@ def request(name: str = "r", prompt: Iterable[int] = (5, 6, 7), max_tokens: int 
 class Running:
     """A sequence that decodes here, or waits to be pushed."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, reply: bytes | None = None) -> None:
         self.request = request
+        self.reply = reply
         self.token_ids = list(request.token_ids)
         self.emitted = request.num_output_tokens  # output tokens that are known to the router
 
     def draw(self) -> tuple[int, FinishReason | None, TokenLogprobs | None]:
-        token_id = next_token(self.token_ids)
-        self.token_ids.append(token_id)
         sampling = self.request.sampling
-        num_output = len(self.token_ids) - self.request.num_prompt_tokens
+        num_output = 1 + len(self.token_ids) - self.request.num_prompt_tokens
+        token_id = next_token(self.token_ids)
+        if self.reply is not None:
+            token_id = self.reply[num_output - 1] if num_output <= len(self.reply) else EOS
+        self.token_ids.append(token_id)
         finish = FinishReason.LENGTH if num_output >= sampling.max_tokens else None
+        if token_id == EOS and not sampling.ignore_eos:
+            finish = FinishReason.STOP
         if token_id in sampling.stop_token_ids and num_output >= sampling.min_tokens:
             finish = FinishReason.STOP
         logprobs = None
@@ -113,6 +120,7 @@ class FakeWorker:
             ),
         )
         self.peers = peers if peers is not None else {}
+        self.reply: bytes | None = None  # what to say instead of toy tokens, then EOS
         self.seen: list[m.ToWorkerMessage] = []
         self.replace: dict[type, Callable[[m.ToWorkerMessage], list[m.ToRouterMessage]]] = {}
         self.ignored: set[type] = set()  # kinds of messages this worker never answers
@@ -180,7 +188,7 @@ class FakeWorker:
         reserve = self.reserved.pop(transfer_id, None)
         if reserve is None:
             return
-        adopted = Running(reserve.request)
+        adopted = Running(reserve.request, self.reply)
         adopted.token_ids = list(sequence.token_ids)
         adopted.emitted = len(sequence.token_ids) - reserve.request.num_prompt_tokens
         self.running[reserve.request.id] = adopted
@@ -191,7 +199,7 @@ class FakeWorker:
 
     def prefill(self, message: m.Prefill) -> None:
         """Do what a Prefill asks, to its end."""
-        sequence = Running(message.request)
+        sequence = Running(message.request, self.reply)
         started = m.Started(
             request_id=message.request.id, transfer_id=message.transfer_id, num_cached_tokens=0, queued_s=0.0
         )
@@ -250,7 +258,7 @@ class FakeWorker:
                     )
                 )
             case m.Generate():
-                self.running[message.request.id] = Running(message.request)
+                self.running[message.request.id] = Running(message.request, self.reply)
             case m.Abort():
                 self._abort(message.request_id)
             case m.SourceStopped():
@@ -277,6 +285,57 @@ class FakeWorker:
             if order.request_id == request_id:
                 del self.orders[transfer_id]
                 self.out.append(m.Stopped(request_id=request_id, transfer_id=transfer_id))
+
+
+class ServedWorker:
+    """A fake worker behind a real ControlServer; it decodes a token every `step_s`."""
+
+    def __init__(self, worker: FakeWorker, step_s: float = 0.001, **options: object) -> None:
+        self.worker = worker
+        self.step_s = step_s
+        self.server = ControlServer(self, worker.info, worker.epoch, **options)  # type: ignore[arg-type]
+        self.port = 0
+        self.router_id: RouterId | None = None
+        self._stepping: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self.port = await self.server.start()
+        self._stepping = asyncio.create_task(self._step())
+
+    async def stop(self) -> None:
+        if self._stepping is not None:
+            self._stepping.cancel()
+        await self.server.stop(0)
+
+    def on_attach(self, router_id: RouterId) -> None:
+        self.router_id = router_id
+
+    def on_messages(self, router_id: RouterId, messages: list[m.ToWorkerMessage]) -> None:
+        self.worker.handle(messages)
+        self.flush()
+
+    def on_detach(self, router_id: RouterId) -> None:
+        for request_id in [*self.worker.running, *(r.request.id for r in self.worker.reserved.values())]:
+            self.worker.handle([m.Abort(request_id=request_id)])
+        self.worker.out.clear()
+
+    def load(self) -> m.WorkerLoad:
+        return self.worker.load()
+
+    def flush(self) -> None:
+        out, self.worker.out = self.worker.out, []
+        if out and self.router_id is not None:
+            self.server.send(self.router_id, out)
+
+    async def _step(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            self.worker.step()
+            self.flush()
 
 
 class Conversation:
