@@ -64,6 +64,11 @@ class KvMemory:
         self._reserved.update(block_ids or ())
         return block_ids
 
+    def keep(self, block_ids: list[BlockId]) -> None:
+        """One more holder for blocks in use; they count as reserved until `unreserve`."""
+        self._pool.retain(block_ids)
+        self._reserved.update(block_ids)
+
     def unreserve(self, block_ids: Sequence[BlockId]) -> None:
         """These reserved blocks get another holder, or are freed next; their references stay."""
         for block_id in block_ids:

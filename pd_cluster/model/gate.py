@@ -13,9 +13,9 @@ mixtral            softmax over all, normalised over the chosen: the softmax of 
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pd_cluster.model.config import MoeConfig
+from pd_cluster.model.linear import multiply
 
 
 class Gate:
@@ -29,7 +29,7 @@ class Gate:
     def __call__(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         """The experts (int64 [T, K], the best first) and their weights (float32 [T, K])."""
         config = self.config
-        logits_TE = functional.linear(hidden_TH.float(), self.weight_EH)
+        logits_TE = multiply(hidden_TH.float(), self.weight_EH)
         scores_TE = logits_TE.sigmoid() if config.gate == "deepseek_v3" else logits_TE.softmax(-1)
         choice_TE = scores_TE if self.bias_E is None else scores_TE + self.bias_E
         if config.gate in ("deepseek_v3", "deepseek_v2_group") and config.topk_groups < config.num_groups:

@@ -14,6 +14,20 @@ from torch.nn import functional
 from pd_cluster.parallel.groups import Group, share
 
 
+MIN_EXACT_ROWS = 4
+
+
+def multiply(x_TH: Tensor, weight_NH: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x W^T + b, [T, N]. In float32, the dtype of exact comparisons, a row's bits do not depend on the rows beside it:
+    BLAS takes another path for fewer than MIN_EXACT_ROWS, so those are filled up.
+    """
+    num_rows = len(x_TH)
+    if x_TH.dtype is not torch.float32 or not 0 < num_rows < MIN_EXACT_ROWS:
+        return functional.linear(x_TH, weight_NH, bias_N)
+    filled = torch.cat([x_TH, x_TH.new_zeros((MIN_EXACT_ROWS - num_rows, x_TH.shape[1]))])
+    return functional.linear(filled, weight_NH, bias_N)[:num_rows]
+
+
 class Linear:
     """x W^T + b, whole on this rank or its own columns of a cut layer. `weight_NH` is [outputs, inputs]."""
 
@@ -22,7 +36,7 @@ class Linear:
         self.bias_N = bias_N
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight_NH, self.bias_N)
+        return multiply(x, self.weight_NH, self.bias_N)
 
 
 class RowLinear:
@@ -35,8 +49,8 @@ class RowLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.group is None:
-            return functional.linear(x, self.weight_NH, self.bias_N)
-        y = self.group.all_reduce(functional.linear(x, self.weight_NH))
+            return multiply(x, self.weight_NH, self.bias_N)
+        y = self.group.all_reduce(multiply(x, self.weight_NH))
         return y if self.bias_N is None else y + self.bias_N
 
 
@@ -64,7 +78,7 @@ class Vocabulary:
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """float32 [S, V], the same on every rank."""
-        logits = functional.linear(hidden_SH, self.head_VH).float()
+        logits = multiply(hidden_SH, self.head_VH).float()
         if self.group is None:
             return logits
         part = -(-self.vocab_size // self.group.size)

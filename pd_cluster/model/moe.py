@@ -10,10 +10,10 @@ all tokens and the ranks add up. The shared expert, whole on every rank, always 
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pd_cluster.ids import Rank
 from pd_cluster.model.gate import Gate
+from pd_cluster.model.linear import multiply
 from pd_cluster.model.mlp import DenseMlp, gated
 from pd_cluster.parallel.dispatch import Arrived, Dispatcher
 from pd_cluster.parallel.groups import Group, share, share_counts
@@ -62,8 +62,8 @@ class ExpertSlots:
         first = 0
         for slot, count in enumerate(arrived.slot_counts):
             if count:
-                gate_up = functional.linear(hidden_PH[first : first + count], self.gate_up_SNH[slot])
-                outputs.append(functional.linear(gated(gate_up), self.down_SHI[slot]))
+                gate_up = multiply(hidden_PH[first : first + count], self.gate_up_SNH[slot])
+                outputs.append(multiply(gated(gate_up), self.down_SHI[slot]))
                 first += count
         if not outputs:
             return torch.zeros_like(arrived.hidden_RH)

@@ -1,0 +1,304 @@
+"""What a rank process does: load its part of the model, meet the others of its engine, serve until told to stop.
+
+    load model -> groups -> engine -> step sync -> transfer thread -> role (lead) -> control server (lead) -> report
+
+A rank ends by itself when a step fails, a rank of its engine is lost, its transfer thread breaks, or its supervisor has
+given no sign for a lease. Whatever ends it ends its engine; the supervisor replaces it as a whole.
+"""
+
+import asyncio
+import base64
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from pd_cluster import log as logs
+from pd_cluster.clock import SystemClock
+from pd_cluster.engine.loop import EngineThread, follow
+from pd_cluster.engine.step_sync import StepSync
+from pd_cluster.engine.torch_engine import TorchEngine, build_engine
+from pd_cluster.errors import EngineError, PdClusterError
+from pd_cluster.ids import Rank
+from pd_cluster.launch.child import read_spec
+from pd_cluster.launch.meeting import Rendezvous, StoreRendezvous
+from pd_cluster.launch.parts import BackendFactory, Part, follower_part, lead_part, nixl_backend
+from pd_cluster.launch.spec import RankReport, RankSpec
+from pd_cluster.model.source import LoadedModel, open_model
+from pd_cluster.parallel.groups import Groups
+from pd_cluster.transfer.contract import Arena, Event, RankEndpoint
+from pd_cluster.transfer.thread import TransferThread
+
+log = logs.get_log(__name__)
+
+TICK_S = 0.1
+LEASE_CHECK_S = 1.0
+MEET_TIMEOUT_S = 300.0
+
+
+class RankServer:
+    """One rank from start to stop, on the running event loop. Several may share a process."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        rendezvous: Rendezvous,
+        *,
+        model: LoadedModel | None = None,
+        backend_factory: BackendFactory = nixl_backend,
+    ) -> None:
+        self.spec = spec
+        self.part: Part | None = None
+        self.engine: TorchEngine | None = None
+        self._rendezvous = rendezvous
+        self._model = model
+        self._backend_factory = backend_factory
+        self._clock = SystemClock()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._exits = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Serve and report. Raises PdClusterError, reported too, when that cannot be; then call `stop`."""
+        started_s = time.monotonic()
+        spec = self.spec
+        try:
+            port = await self._start()
+        except PdClusterError as error:
+            self._rendezvous.report(RankReport(rank=spec.rank, pid=os.getpid(), error=error.info()))
+            raise
+        assert self.engine is not None
+        self._rendezvous.report(
+            RankReport(
+                rank=spec.rank,
+                pid=os.getpid(),
+                control_address=None if port is None else f"{spec.bind_host}:{port}",
+                num_blocks=self.engine.num_blocks,
+                block_bytes=self.engine.layout.block_bytes,
+                load_s=time.monotonic() - started_s,
+            )
+        )
+        log.info(
+            "rank_serves",
+            rank=spec.name,
+            num_blocks=self.engine.num_blocks,
+            kv_bytes=self.engine.arena.num_bytes,
+            max_model_len=self.engine.max_model_len,
+            load_s=round(time.monotonic() - started_s, 2),
+        )
+
+    async def _start(self) -> int | None:
+        spec = self.spec
+        model = self._model
+        if model is None:
+            model = await asyncio.to_thread(open_model, spec.config.model.path, spec.config.model.load)
+        groups = await asyncio.to_thread(self._connect_groups, model)
+        self.engine = engine = await asyncio.to_thread(self._build_engine, model, groups)
+        self._engine_thread = EngineThread(engine)
+        self._exits.callback(self._engine_thread.close)
+        self._sync = StepSync(
+            epoch=spec.epoch,
+            rank=spec.rank,
+            data_parallel=spec.data_parallel,
+            tensor_parallel=spec.tensor_parallel,
+            shared=model.config.moe is not None,
+        )
+        self._exits.push_async_callback(self._sync.close)
+        meeting = self._rendezvous.meeting()
+        await self._sync.start(meeting, spec.bind_host, MEET_TIMEOUT_S)
+        self._transfers, endpoint = await self._start_transfers(engine)
+        await meeting.publish(f"endpoint/{spec.rank}", base64.b64encode(msgspec.msgpack.encode(endpoint)).decode())
+        endpoints = await self._endpoints(meeting.lookup)
+        if not spec.is_lead:
+            self.part = follower_part(spec, engine, self._sync, self._transfers, endpoints, self._clock)
+            return None
+        self.part = lead_part(
+            spec, model, engine, self._engine_thread, self._sync, self._transfers, endpoints, self._clock
+        )
+        assert self.part.server is not None
+        port = await self.part.server.start()
+        self._exits.push_async_callback(self.part.server.stop, 0.2)
+        return port
+
+    async def run(self) -> None:
+        """Step until cancelled. Raises EngineError when this rank can go on no longer."""
+        assert self.part is not None
+        part = self.part
+        if part.loop is not None:
+            stepping: Awaitable[None] = part.loop.run()
+        else:
+            stepping = follow(self._engine_thread, self._sync, part.on_tell)
+        tasks = [
+            asyncio.ensure_future(work)
+            for work in (stepping, self._tick(part), self._watch_lease(), asyncio.shield(self._broken))
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        await self._exits.aclose()
+
+    # ---- parts of the start
+
+    def _connect_groups(self, model: LoadedModel) -> Groups:
+        """The ranks to compute with; DP ranks of a model without experts are strangers to each other."""
+        spec = self.spec
+        shared = model.config.moe is not None
+        if spec.num_ranks == 1 or (not shared and spec.tensor_parallel == 1):
+            return Groups()
+        return Groups.connect(
+            self._rendezvous.groups_store(),
+            rank=spec.rank if shared else Rank(spec.tp_rank),
+            tensor_parallel=spec.tensor_parallel,
+            data_parallel=spec.data_parallel if shared else 1,
+            timeout_s=MEET_TIMEOUT_S,
+            name=f"{spec.epoch}/groups" if shared else f"{spec.epoch}/groups/{spec.dp_rank}",
+        )
+
+    def _build_engine(self, model: LoadedModel, groups: Groups) -> TorchEngine:
+        config, section = self.spec.config, self.spec.section
+        return build_engine(
+            model.config,
+            model.source,
+            dtype=model.config.dtype if config.model.dtype == "auto" else config.model.dtype,
+            block_size=section.block_size or config.kv.block_size,
+            groups=groups,
+            num_blocks=section.num_blocks or config.kv.num_blocks,
+            max_model_len=config.model.max_model_len,
+            max_num_batched_tokens=section.max_num_batched_tokens,
+            memory_fraction=config.kv.memory_fraction,
+            kv_max_bytes=config.kv.max_bytes,
+            ranks_on_host=self.spec.ranks_on_host,
+            redundant_experts=section.redundant_experts,
+            eos_token_ids=model.eos_token_ids,
+            progress=lambda done, total: self._rendezvous.progress("weights", done, total),
+        )
+
+    async def _start_transfers(self, engine: TorchEngine) -> tuple[TransferThread, RankEndpoint]:
+        loop = asyncio.get_running_loop()
+        arena = Arena(base_address=engine.arena.base_address, num_bytes=engine.arena.num_bytes)
+        backend = await asyncio.to_thread(self._backend_factory, self.spec, engine.layout, arena)
+        endpoint = backend.endpoint()
+
+        def on_events(events: list[Event]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to tell
+                loop.call_soon_threadsafe(self._on_events, events)
+
+        def on_failure(error: BaseException) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._break, EngineError(f"the transfer thread failed: {error!r}"))
+
+        thread = TransferThread(backend, on_events, on_failure, name=f"transfer-{self.spec.name}")
+        thread.start()
+        self._exits.push_async_callback(asyncio.to_thread, thread.stop)
+        return thread, endpoint
+
+    async def _endpoints(self, lookup: Callable[[str], Awaitable[str]]) -> list[RankEndpoint]:
+        """Of all TP ranks of this worker, in order."""
+        first = self.spec.dp_rank * self.spec.tensor_parallel
+        found = [await lookup(f"endpoint/{first + tp_rank}") for tp_rank in range(self.spec.tensor_parallel)]
+        return [msgspec.msgpack.decode(base64.b64decode(text), type=RankEndpoint) for text in found]
+
+    # ---- while it runs
+
+    def _on_events(self, events: list[Event]) -> None:
+        if self.part is not None:
+            self.part.on_events(events)
+            self._transfers.is_expecting = self.part.is_expecting()
+
+    def _break(self, error: EngineError) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _tick(self, part: Part) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            part.tick()
+            self._transfers.is_expecting = part.is_expecting()
+
+    async def _watch_lease(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            if not await asyncio.to_thread(self._rendezvous.lease_held):
+                raise EngineError("the supervisor gave no sign for a lease: this rank ends")
+
+
+async def serve_rank(spec: RankSpec, stopping: asyncio.Event) -> None:
+    """Serve until `stopping`. Raises PdClusterError."""
+    rendezvous = await asyncio.to_thread(StoreRendezvous, spec)
+    server = RankServer(spec, rendezvous)
+    stopped: asyncio.Future[Any] = asyncio.ensure_future(stopping.wait())
+    try:
+        if not await _unless(stopped, server.start()):
+            return
+        gc.collect()
+        gc.freeze()  # what a loaded rank holds lives as long as the rank: later collections need not walk it
+        await _unless(stopped, server.run())
+    finally:
+        stopped.cancel()
+        await server.stop()
+
+
+async def _unless(stopped: "asyncio.Future[Any]", work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work` to its end, or cancel it when `stopped` comes first; whether it ended by itself."""
+    task: asyncio.Future[Any] = asyncio.ensure_future(work)
+    await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return False
+
+
+def run_rank(spec: RankSpec, stop: threading.Event) -> None:
+    """Serve on a new event loop until `stop` is set; blocks. Raises PdClusterError."""
+    import torch
+    import uvloop
+
+    torch.set_num_threads(spec.threads)
+
+    async def main() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        threading.Thread(
+            target=lambda: (stop.wait(), loop.call_soon_threadsafe(stopping.set)), name="stop", daemon=True
+        ).start()
+        await serve_rank(spec, stopping)
+
+    # not uvloop.run: on the way out it waits for executor threads, which may wait for a rank that is gone
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(main())
+
+
+def main() -> None:
+    """The process launcher's rank: the spec comes on stdin, SIGTERM stops it."""
+    spec = read_spec()
+    logs.configure_logging(process=spec.name)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's to handle
+    try:
+        run_rank(spec, stop)
+    except PdClusterError as error:
+        log.error("rank_failed", rank=spec.name, code=error.code, reason=error.message)
+        sys.stderr.flush()
+        os._exit(1)  # a step may still be running on its thread, waiting for a rank that is gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
