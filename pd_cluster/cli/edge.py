@@ -41,6 +41,12 @@ def guard(function: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(0) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if env.debug():
+                raise
+            fail(f"internal error: {type(error).__name__}: {error}; PD_CLUSTER_DEBUG=1 shows where")
 
     return guarded
 

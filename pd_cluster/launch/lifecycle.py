@@ -185,11 +185,14 @@ class EngineLife:
         self._to(State.READY, now_s)
         return [EngineUp(self.engine_id, self._epoch(), self.addresses)]
 
-    def exited(self, rank: Rank, reason: str, now_s: float) -> list[Action]:
-        """A rank of the present life is dead."""
+    def exited(self, rank: Rank, reason: str | None, now_s: float) -> list[Action]:
+        """A rank of the present life is dead; `reason` is None when it was killed as decided here."""
         self._living.discard(rank)
+        if self.state is State.ENDING and not self._stopping and reason and isinstance(self.error, Unavailable):
+            # the rank that was seen dead first may have died of another's death
+            self.error = Unavailable(f"{self.error.message}\nalso: {reason.splitlines()[0]}")
         if self.state in (State.STARTING, State.READY):
-            return self._end(Unavailable(reason), now_s)
+            return self._end(Unavailable(reason or "killed"), now_s)
         if self.state is State.ENDING and not self._living:
             return self._gone(now_s)
         return []

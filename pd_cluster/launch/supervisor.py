@@ -7,6 +7,7 @@ thread of the supervisor's own, which lives as long as the ranks; the ranks' lea
 
 import asyncio
 import functools
+import signal
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -62,6 +63,7 @@ class Engine:
         )
         self.handles: dict[Rank, RankHandle] = {}  # of ranks not seen dead
         self.progress: dict[Rank, RankProgress] = {}
+        self.killed = False
 
     @property
     def pids(self) -> dict[Rank, int]:
@@ -72,6 +74,7 @@ class Engine:
             handle.terminate()
 
     def kill(self) -> None:
+        self.killed = True
         for handle in self.handles.values():
             handle.kill()
 
@@ -81,7 +84,7 @@ class Seen(Struct, frozen=True):
 
     reports: list[RankReport]
     progress: dict[Rank, RankProgress]
-    exits: dict[Rank, str]  # rank -> how it ended
+    exits: dict[Rank, str | None]  # rank -> how it ended; None when the supervisor killed it
 
 
 class Supervisor:
@@ -230,16 +233,18 @@ class Supervisor:
         by_name = {handle.spec.name: handle for handle in handles}
         for engine, engine_specs in due:
             engine.progress = {}
+            engine.killed = False
             engine.handles = {spec.rank: by_name[spec.name] for spec in engine_specs}
 
     def _look(self, engine: Engine, store: StoreServer) -> Seen:
         """Blocking. Exits come first, so that whatever a dead rank reported is seen with its death."""
         epoch = engine.life.epoch
         assert epoch is not None
-        exits = {}
+        exits: dict[Rank, str | None] = {}
         for rank, handle in engine.handles.items():
             if (code := handle.poll()) is not None:
-                exits[rank] = describe_exit(handle.spec.name, code, handle.log_tail())
+                ours = engine.killed and code == -signal.SIGKILL
+                exits[rank] = None if ours else describe_exit(handle.spec.name, code, handle.log_tail())
         missing = engine.life.missing if engine.life.state is State.STARTING else []
         reports = [report for rank in missing if (report := store.report(epoch, rank)) is not None]
         progress = {rank: done for rank in missing if (done := store.progress(epoch, rank)) is not None}

@@ -75,10 +75,10 @@ def test_one_dead_rank_takes_the_rest_and_death_is_announced_only_when_all_are_d
     lost, kill = engine.exited(Rank(1), "rank 1 died", 5.0)
     assert lost == EngineLost(ID, epoch, ["h:0", "h:1", "h:2"], "rank 1 died")
     assert kill == Kill(epoch)
-    assert engine.exited(Rank(0), "killed", 5.1) == []
-    assert engine.exited(Rank(2), "killed", 5.2) == [EngineDead(ID, epoch)]
+    assert engine.exited(Rank(0), None, 5.1) == []
+    assert engine.exited(Rank(2), "rank 2 lost rank 1\nand its log", 5.2) == [EngineDead(ID, epoch)]
     assert engine.error is not None
-    assert engine.error.message == "rank 1 died", "the first cause is kept, not what followed from it"
+    assert engine.error.message.splitlines() == ["rank 1 died", "also: rank 2 lost rank 1"]
 
 
 def test_an_engine_restarts_with_a_new_epoch_after_growing_pauses_until_it_is_given_up() -> None:
@@ -113,7 +113,10 @@ def test_a_first_start_that_fails_is_not_repeated() -> None:
     engine = life()
     engine.tick(0.0)
     assert engine.exited(Rank(0), "boom", 1.0) == [Kill(EngineEpoch("e1"))]
-    assert engine.exited(Rank(1), "killed", 1.1) == [EngineDead(ID, EngineEpoch("e1")), EngineFailed(ID, "boom")]
+    assert engine.exited(Rank(1), None, 1.1) == [
+        EngineDead(ID, EngineEpoch("e1")),
+        EngineFailed(ID, "boom"),
+    ]
 
 
 def test_a_configuration_error_keeps_its_class_and_is_never_repeated() -> None:
@@ -155,7 +158,7 @@ def test_stop_asks_first_and_kills_those_that_do_not_end() -> None:
     assert engine.exited(Rank(0), "ended", 10.1) == []
     assert engine.tick(10.0 + GRACE_S - 0.1) == []
     assert engine.tick(10.0 + GRACE_S) == [Kill(epoch)]
-    assert engine.exited(Rank(1), "killed", 16.0) == [EngineDead(ID, epoch)]
+    assert engine.exited(Rank(1), None, 16.0) == [EngineDead(ID, epoch)]
     assert engine.state is State.STOPPED
 
 
