@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pd_cluster.ids import EngineEpoch, TransferId
-from pd_cluster.transfer.contract import Backend, Event, RankEndpoint, Received, Write, WriteFailed
+from pd_cluster.transfer.contract import Backend, Event, RankEndpoint, Received, Write, WriteDone, WriteFailed
 
 
 class Faults(Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class FaultyBackend:
         self._dropped: list[Write] = []
         self._delayed: list[tuple[int, Write]] = []
         self._torn: set[int] = set()
-        self._repeats: list[Write] = []
+        self._repeats: dict[int, Write] = {}
         self._hidden: set[int] = set()  # write ids of our own, unknown to the owner
         self._next_hidden = -1
         self._events: list[Event] = []
@@ -79,7 +79,7 @@ class FaultyBackend:
             self._delayed.append((self._num_polls + self._rng.randint(1, self._faults.max_delay_polls), write))
         elif fault == "repeat":
             self._inner.post(write)
-            self._repeats.append(write)
+            self._repeats[write.write_id] = write
         elif fault == "delay":
             self._delayed.append((self._num_polls + self._rng.randint(1, self._faults.max_delay_polls), write))
         else:
@@ -132,8 +132,8 @@ class FaultyBackend:
             self._events.append(WriteFailed(event.write_id, event.transfer_id, "injected tear", quiet=True))
         else:
             self._events.append(event)
-            for write in [w for w in self._repeats if w.write_id == event.write_id]:
-                self._repeats.remove(write)
+            write = self._repeats.pop(event.write_id, None)
+            if write is not None and isinstance(event, WriteDone):
                 self._hidden.add(self._next_hidden)
                 self._inner.post(replace(write, write_id=self._next_hidden, copies=[]))
                 self._next_hidden -= 1
