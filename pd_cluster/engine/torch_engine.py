@@ -151,7 +151,7 @@ class TorchEngine:
         self.arena.clear_units(batch.open_units)
         hidden_TH = self.model(batch, self.arena.layers)
         if not len(batch.sample_rows):
-            return hidden_TH.new_zeros((0, self.vocab_size))
+            return torch.zeros((0, self.vocab_size), device=self._device)
         return self.model.logits(hidden_TH.index_select(0, batch.sample_rows))
 
     def _known(self, request_id: RequestId) -> RequestId:
