@@ -19,7 +19,7 @@ from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import Run, StepSync
 from pd_cluster.ids import RequestId
 
-STEP_TIME_DECAY = 0.9
+AVERAGE_DECAY = 0.9
 
 
 class Role(Protocol):
@@ -54,12 +54,12 @@ class EngineThread:
 class EngineLoop:
     """A lead's loop. `run` ends by raising EngineError (a step failed or a rank is lost) or by cancellation."""
 
-    def __init__(
-        self, *, scheduler: Scheduler, thread: EngineThread, sync: StepSync, role: Role, clock: Clock
-    ) -> None:
+    def __init__(self, *, scheduler: Scheduler, thread: EngineThread, sync: StepSync, role: Role, clock: Clock) -> None:
         self.num_steps = 0
         self.step_s = 0.0
         """Moving average of the duration of steps with work, seconds."""
+        self.prefill_tok_s = 0.0
+        """Moving average over steps that prefill, tokens per second; 0 before the first."""
         self._scheduler = scheduler
         self._thread = thread
         self._sync = sync
@@ -84,12 +84,13 @@ class EngineLoop:
             result = await running
             self.num_steps += 1
             if plan.work:
-                self._note_duration(self._clock.now_s() - started_s)
+                self._measure(plan, self._clock.now_s() - started_s)
                 self._outcome = self._scheduler.complete(result)
 
-    def _note_duration(self, step_s: float) -> None:
-        decay = STEP_TIME_DECAY if self.step_s else 0.0
-        self.step_s = decay * self.step_s + (1 - decay) * step_s
+    def _measure(self, plan: StepPlan, step_s: float) -> None:
+        self.step_s = _average(self.step_s, step_s)
+        if plan.num_tokens > len(plan.work):
+            self.prefill_tok_s = _average(self.prefill_tok_s, plan.num_tokens / max(step_s, 1e-9))
 
     async def _agree(self, step: int) -> tuple[StepPlan, list[int]]:
         """Vote until the hub says go; return what to run."""
@@ -140,6 +141,10 @@ class EngineLoop:
         if self._outcome is not None:
             outcome, self._outcome = self._outcome, None
             self._role.stepped(outcome)
+
+
+def _average(average: float, value: float) -> float:
+    return AVERAGE_DECAY * average + (1 - AVERAGE_DECAY) * value if average else value
 
 
 async def follow(thread: EngineThread, sync: StepSync, on_tell: Callable[[bytes], None]) -> None:

@@ -28,7 +28,11 @@ async def engine(data_parallel: int, tensor_parallel: int, shared: bool = True) 
     meeting = board()
     ranks = [
         StepSync(
-            epoch=EngineEpoch("e"), rank=Rank(r), data_parallel=data_parallel, tensor_parallel=tensor_parallel, shared=shared
+            epoch=EngineEpoch("e"),
+            rank=Rank(r),
+            data_parallel=data_parallel,
+            tensor_parallel=tensor_parallel,
+            shared=shared,
         )
         for r in range(data_parallel * tensor_parallel)
     ]
@@ -102,7 +106,8 @@ async def test_a_lost_rank_ends_every_wait() -> None:
 async def test_strangers_are_hung_up_on_and_the_engine_still_meets() -> None:
     meeting = board()
     hub, other = (
-        StepSync(epoch=EngineEpoch("e"), rank=Rank(r), data_parallel=2, tensor_parallel=1, shared=True) for r in range(2)
+        StepSync(epoch=EngineEpoch("e"), rank=Rank(r), data_parallel=2, tensor_parallel=1, shared=True)
+        for r in range(2)
     )
     starting = asyncio.ensure_future(hub.start(meeting, "127.0.0.1", 5.0))
     host, _, port = (await meeting.lookup("sync/0")).rpartition(":")
