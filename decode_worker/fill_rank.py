@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from pd_cluster.errors import ErrorInfo
-from pd_cluster.ids import EngineEpoch, TransferId
+from pd_cluster.ids import BlockId, EngineEpoch, TransferId
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.transfer.contract import CommitRecord, Event, Received, SourceRecord
 from pd_cluster.transfer.fill import Fill, Fills, FillState
@@ -21,7 +21,7 @@ class Open(Struct, frozen=True, tag="open"):
     transfer_id: TransferId
     num_tokens: int
     num_cached_tokens: int
-    block_ids: list[int]
+    block_ids: list[BlockId]
 
 
 class Close(Struct, frozen=True, tag="close"):
@@ -59,7 +59,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_input = msgspec.msgpack.Decoder(FillInput).decode
 decode_notice = msgspec.msgpack.Decoder(FillNotice).decode
 
-Verify = Callable[[SourceRecord, list[int]], bool]
+Verify = Callable[[SourceRecord, list[BlockId]], bool]
 """Whether the units a record names, in these blocks, hold what its checksum promises."""
 
 

@@ -218,7 +218,7 @@ class DecodeWorker:
         )
         self._arrived[grant.transfer_id] = []
         self._tell_ranks(
-            Open(grant.transfer_id, len(grant.request.token_ids), grant.num_cached_tokens, list(grant.block_ids))
+            Open(grant.transfer_id, len(grant.request.token_ids), grant.num_cached_tokens, grant.block_ids)
         )
 
     def _adopt(self, transfer_id: TransferId) -> None:

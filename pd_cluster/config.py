@@ -78,7 +78,9 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def load_config(path: Path | None = None, overrides: list[str] | None = None, values: dict[str, Any] | None = None) -> ClusterConfig:
+def load_config(
+    path: Path | None = None, overrides: list[str] | None = None, values: dict[str, Any] | None = None
+) -> ClusterConfig:
     """Read `path`, then apply `overrides` (`section.key=value`) and `values` (by dotted key; None is skipped).
 
     Raises ConfigError that names the file and the key.
@@ -111,7 +113,9 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None, va
         if isinstance(section, dict) and isinstance(defaults.get(name), dict):
             unknown = set(section) - set(defaults[name])
             if unknown:
-                raise ConfigError(f"unknown key {name}.{sorted(unknown)[0]}; known: {', '.join(sorted(defaults[name]))}")
+                raise ConfigError(
+                    f"unknown key {name}.{sorted(unknown)[0]}; known: {', '.join(sorted(defaults[name]))}"
+                )
             defaults[name] |= section
         else:
             defaults[name] = section
@@ -126,7 +130,14 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None, va
 def _validate(config: ClusterConfig) -> None:
     for name in ("prefill", "decode"):
         section: EngineSection = getattr(config, name)
-        for key in ("instances", "tensor_parallel", "data_parallel", "max_num_seqs", "max_num_batched_tokens", "threads"):
+        for key in (
+            "instances",
+            "tensor_parallel",
+            "data_parallel",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "threads",
+        ):
             if getattr(section, key) < 1:
                 raise ConfigError(f"{name}.{key} must be at least 1, got {getattr(section, key)}")
         block_size = section.block_size or config.kv.block_size

@@ -35,7 +35,9 @@ class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Reserve(Struct, frozen=True, kw_only=True, tag="reserve"):
-    """Keep blocks for `request`, whose KV `source` will write; answered by Granted or Failed. Waits in line until `deadline_s`."""
+    """Keep blocks for `request`, whose KV `source` will write; answered by Granted or Failed. Waits in line until
+    `deadline_s`.
+    """
 
     request: Request
     transfer_id: TransferId
@@ -93,9 +95,7 @@ class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
     """Take nothing new, finish what runs."""
 
 
-ToWorkerMessage = (
-    Hello | Prefill | Reserve | Push | Generate | Abort | ExtendLease | SourceStopped | EngineDead | Drain
-)
+ToWorkerMessage = Hello | Prefill | Reserve | Push | Generate | Abort | ExtendLease | SourceStopped | EngineDead | Drain
 
 
 # ---- worker to router
@@ -145,7 +145,8 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
     prefill_tok_s: float = 0.0  # measured, 0 when unknown
     num_steps: int = 0
     draining: bool = False
-    expert_load: list[list[int]] = field(default_factory=list)  # [MoE layer][expert] tokens routed since start, this rank's
+    expert_load: list[list[int]] = field(default_factory=list)
+    """[MoE layer][expert] tokens that this rank has routed since its start."""
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):
@@ -193,7 +194,9 @@ class Pushed(Struct, frozen=True, kw_only=True, tag="pushed"):
 
 
 class Stopped(Struct, frozen=True, kw_only=True, tag="stopped"):
-    """The source writes nothing more for this transfer (answer to an Abort or after a failure); relayed to the target."""
+    """The source writes nothing more for this transfer (answer to an Abort or after a failure); relayed to the
+    target.
+    """
 
     request_id: RequestId
     transfer_id: TransferId

@@ -3,12 +3,14 @@
     follower <-- Run, Tell --> lead -- Vote --> hub (rank 0)
                                     <-- Go ---
 
-A lead votes once it is ready for a step, with the tokens it would compute; a vote of 0 means "nothing to do, but count on me" and may be
-raised later. As soon as every lead has voted and one of them has tokens, the hub says Go with all counts: each lead then runs exactly what
-it voted, and one whose raise crossed the Go runs an empty step first. With no work anywhere nothing is sent.
+A lead votes once it is ready for a step, with the tokens it would compute; a vote of 0 means "nothing to do, but
+count on me" and may be raised later. As soon as every lead has voted and one of them has tokens, the hub says Go with
+all counts: each lead then runs exactly what it voted, and one whose raise crossed the Go runs an empty step first.
+With no work anywhere nothing is sent.
 
-Engines whose DP ranks share no experts need no agreement: each lead is then its own hub. Every connection opens with the engine's
-epoch, which only its ranks know; anything else is hung up on. A connection that breaks ends the engine: every wait raises EngineError.
+Engines whose DP ranks share no experts need no agreement: each lead is then its own hub. Every connection opens with
+the engine's epoch, which only its ranks know; anything else is hung up on. A connection that breaks ends the engine:
+every wait raises EngineError.
 """
 
 import asyncio
@@ -122,7 +124,9 @@ class Meeting(Struct, frozen=True, kw_only=True):
 class StepSync:
     """One rank's part. `shared`: DP ranks step together (they share experts)."""
 
-    def __init__(self, *, epoch: EngineEpoch, rank: Rank, data_parallel: int, tensor_parallel: int, shared: bool) -> None:
+    def __init__(
+        self, *, epoch: EngineEpoch, rank: Rank, data_parallel: int, tensor_parallel: int, shared: bool
+    ) -> None:
         self.epoch = epoch
         self.rank = rank
         self.dp_rank, self.tp_rank = divmod(rank, tensor_parallel)
@@ -147,7 +151,9 @@ class StepSync:
         return self.tp_rank == 0
 
     async def start(self, meeting: Meeting, host: str, timeout_s: float) -> None:
-        """Listen, publish the address, connect upwards and wait for everyone below. Raises EngineError after `timeout_s`."""
+        """Listen, publish the address, connect upwards and wait for everyone below. Raises EngineError after
+        `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._start(meeting, host)

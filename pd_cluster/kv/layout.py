@@ -5,9 +5,9 @@ The arena of a rank is one contiguous range of `num_blocks` blocks. Inside it ev
     arena = [block][unit of 16 tokens][head][layer] -> row
     row   = GQA: [2 (k, v)][16 tokens][head_dim]        MLA: [16 tokens][kv_lora_rank + rope_dim]
 
-so a block is one contiguous range over all layers, a 16-token unit is one contiguous range inside it, and a run of heads is one
-contiguous range inside a unit. Ranks with other block sizes or other heads therefore exchange contiguous ranges too.
-MLA has one "head", the latent, identical on all TP ranks.
+so a block is one contiguous range over all layers, a 16-token unit is one contiguous range inside it, and a run of
+heads is one contiguous range inside a unit. Ranks with other block sizes or other heads therefore exchange contiguous
+ranges too. MLA has one "head", the latent, identical on all TP ranks.
 """
 
 import hashlib

@@ -7,7 +7,8 @@ late.
 import asyncio
 from typing import Protocol
 
-from torch.distributed import DistError, HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import DistError
 
 from pd_cluster.clock import SystemClock
 from pd_cluster.engine.step_sync import Meeting

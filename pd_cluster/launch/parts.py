@@ -20,6 +20,7 @@ from pd_cluster.engine.loop import EngineLoop, EngineThread
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.engine.torch_engine import TorchEngine
+from pd_cluster.ids import BlockId
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.launch.spec import RankSpec
 from pd_cluster.messages import WorkerInfo
@@ -233,7 +234,7 @@ def _fill_rank(spec: RankSpec, engine: TorchEngine, on_notice: Callable[[FillNot
         return FillRank(spec.epoch, engine.layout, on_notice, None)
     read, layout = host_reader(_arena(engine)), engine.layout
 
-    def verify(record: SourceRecord, block_ids: list[int]) -> bool:
+    def verify(record: SourceRecord, block_ids: list[BlockId]) -> bool:
         ranges = written_ranges(layout, record.head_ids, block_ids, record.first_unit, record.num_units)
         return checksum(read, ranges) == record.checksum
 

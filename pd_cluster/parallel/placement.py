@@ -1,7 +1,8 @@
 """A placement: which physical slot on which rank holds which logical expert, one immutable value for a whole engine.
 
-Slots of a layer are counted over all ranks, `slots_per_rank` each; a slot may be empty (None). An expert may have several copies. The
-first copies are spread contiguously and evenly; the number of experts need not divide the number of ranks.
+Slots of a layer are counted over all ranks, `slots_per_rank` each; a slot may be empty (None). An expert may have
+several copies. The first copies are spread contiguously and evenly; the number of experts need not divide the number
+of ranks.
 """
 
 from msgspec import Struct
@@ -28,8 +29,10 @@ class Placement(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.layers):
             if len(layer.slots) != self.num_ranks * self.slots_per_rank:
-                raise ConfigError(f"placement of MoE layer {index} has {len(layer.slots)} slots, expected "
-                                  f"{self.num_ranks} ranks x {self.slots_per_rank}")
+                raise ConfigError(
+                    f"placement of MoE layer {index} has {len(layer.slots)} slots, expected "
+                    f"{self.num_ranks} ranks x {self.slots_per_rank}"
+                )
             missing = set(range(self.num_experts)) - {e for e in layer.slots if e is not None}
             if missing:
                 raise ConfigError(f"placement of MoE layer {index} lacks experts {sorted(missing)[:8]}")
@@ -54,7 +57,8 @@ class Placement(Struct, frozen=True, kw_only=True):
 def spread(num_experts: int, num_ranks: int, num_layers: int, redundant: int = 0) -> Placement:
     """Experts contiguously over ranks, sizes differing by at most one; `redundant` further copies follow round-robin.
 
-    With redundancy the copies of expert 0, 1, ... go to the emptiest ranks, never twice to one rank while another has room.
+    With redundancy the copies of expert 0, 1, ... go to the emptiest ranks, never twice to one rank while another has
+    room.
     """
     if num_experts < 1 or num_ranks < 1:
         raise ConfigError(f"a placement needs experts and ranks, got {num_experts} and {num_ranks}")
@@ -71,4 +75,6 @@ def spread(num_experts: int, num_ranks: int, num_layers: int, redundant: int = 0
     for experts in held:
         slots += [*experts, *([None] * (per_rank - len(experts)))]
     layer = LayerPlacement(tuple(slots))
-    return Placement(epoch=0, num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=per_rank, layers=(layer,) * num_layers)
+    return Placement(
+        epoch=0, num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=per_rank, layers=(layer,) * num_layers
+    )
