@@ -12,7 +12,7 @@ def demo(
     prompt: Annotated[
         list[str] | None, typer.Option(help="The opening of a story. May be repeated.", metavar="TEXT")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a story.", min=2)] = 96,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a story.", min=2)] = 160,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Equal seeds, equal stories.")] = 1,
     launcher: options.Launcher = "ray",

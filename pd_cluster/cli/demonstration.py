@@ -59,10 +59,8 @@ class Story:
         return " ".join(rest.split()) or None
 
     def rich(self) -> Text:
-        name = Text(f"{self.index + 1} ", style="bold cyan")
-        story = Text(self.text.replace("\n", " "))
-        story.stylize("dim", 0, len(self.opening))
-        return name + story
+        rest = self.text[len(self.opening) :].replace("\n", " ")
+        return Text.assemble((f"{self.index + 1} ", "bold cyan"), (self.opening, "dim"), rest)
 
 
 async def run_demo(config: ClusterConfig, openings: list[str], max_tokens: int, temperature: float, seed: int) -> None:

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from pd_cluster.ids import EngineId, Rank
 from pd_cluster.launch.lifecycle import EngineEvent, EngineFailed, EngineLost, EngineUp
@@ -23,7 +23,7 @@ class StartDisplay:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
@@ -34,7 +34,7 @@ class StartDisplay:
     def __enter__(self) -> Self:
         if self._live:
             self._bars.start()
-            self._bars.add_task(self._title, total=None)
+            self._bars.add_task(self._title.partition("\n")[0], total=None, count="")
         else:
             self._console.print(self._title)
         return self
@@ -47,12 +47,13 @@ class StartDisplay:
     def on_progress(self, engine_id: EngineId, rank: Rank, progress: RankProgress) -> None:
         key = (engine_id, rank)
         if key not in self._tasks:
-            self._tasks[key] = self._bars.add_task("", total=progress.total)
+            self._tasks[key] = self._bars.add_task("", total=progress.total, count="")
         self._bars.update(
             self._tasks[key],
             description=f"{engine_id}.{rank} {progress.stage}",
             completed=progress.done,
             total=progress.total,
+            count=f"{progress.done}/{progress.total}",
         )
 
     def on_event(self, event: EngineEvent) -> None:

@@ -10,15 +10,27 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from pd_cluster.config import ClusterConfig
-from pd_cluster.errors import Unavailable
-from pd_cluster.launch.launcher import create_launcher
+from pd_cluster.config import ClusterConfig, LaunchSection
+from pd_cluster.errors import PdClusterError, Unavailable
+from pd_cluster.launch.launcher import Launcher, create_launcher
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp
 from pd_cluster.launch.supervisor import OnProgress, Supervisor
 from pd_cluster.model.source import LoadedModel, open_model
 from router.app import Router
 
 ATTACH_TIMEOUT_S = 30.0
+
+
+async def _created(section: LaunchSection) -> Launcher:
+    """A launcher that is not lost when the wait for it is cancelled: Ray cannot stop half-way through its start."""
+    creating = asyncio.create_task(asyncio.to_thread(create_launcher, section))
+    try:
+        return await asyncio.shield(creating)
+    except asyncio.CancelledError:
+        with contextlib.suppress(PdClusterError):
+            launcher = await creating
+            await asyncio.to_thread(launcher.close)
+        raise
 
 
 class Cluster:
@@ -66,7 +78,7 @@ class Cluster:
         self._exits.push_async_callback(self._stop_supervisor)
         self._exits.push_async_callback(self.router.stop)  # first, so that no request takes the end for a failure
         await self.router.start()
-        launcher = await asyncio.to_thread(create_launcher, self.config.launch)
+        launcher = await _created(self.config.launch)
         self._supervisor = Supervisor(self.config, launcher, on_event=self._tell_router, on_progress=self._on_progress)
         await self._supervisor.start()
         num_workers = sum(engine.shape.data_parallel for engine in self._supervisor.engines.values())
