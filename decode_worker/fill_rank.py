@@ -1,9 +1,11 @@
 """One rank's fills at work: records from the transfer thread are counted, what they add up to goes to the lead.
 
-Followers open and close fills as the lead tells them (`FillInput`); records that come before are kept by `Fills`.
+Followers open and close fills as the lead tells them (`FillInput`); records that come before are kept by `Fills`. While
+any is open, writes may arrive, and the transfer thread is told to expect them.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -63,20 +65,33 @@ Verify = Callable[[SourceRecord, list[BlockId]], bool]
 """Whether the units a record names, in these blocks, hold what its checksum promises."""
 
 
+class Expecting(Protocol):
+    """The transfer thread, as a fill uses it."""
+
+    is_expecting: bool
+
+
 class FillRank:
     """`on_notice` is called on the event loop for each change of a fill."""
 
     def __init__(
-        self, epoch: EngineEpoch, layout: KvLayout, on_notice: Callable[[FillNotice], None], verify: Verify | None
+        self,
+        epoch: EngineEpoch,
+        layout: KvLayout,
+        transfers: Expecting,
+        on_notice: Callable[[FillNotice], None],
+        verify: Verify | None,
     ) -> None:
         self.fills = Fills(epoch)
         self._layout = layout
+        self._transfers = transfers
         self._on_notice = on_notice
         self._verify = verify
 
     def apply(self, change: FillInput) -> None:
         if isinstance(change, Close):
             self.fills.close(change.transfer_id)
+            self._transfers.is_expecting = len(self.fills) > 0
             return
         verify = self._verify
         fill = Fill(
@@ -86,6 +101,7 @@ class FillRank:
             change.num_cached_tokens,
             None if verify is None else lambda record: verify(record, change.block_ids),
         )
+        self._transfers.is_expecting = True
         if self.fills.open(fill):
             self._note(fill)
 

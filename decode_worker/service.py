@@ -73,11 +73,6 @@ class DecodeWorker:
         """Nothing is reserved, quarantined, queued or running."""
         return not len(self.reservations) and not self._owners
 
-    @property
-    def is_expecting(self) -> bool:
-        """Writes may arrive."""
-        return len(self.reservations) > 0
-
     # ---- from routers
 
     def on_attach(self, router_id: RouterId) -> None:

@@ -55,7 +55,6 @@ class Part(Struct, kw_only=True, eq=False):
     on_events: Callable[[list[Event]], None]
     on_tell: Callable[[bytes], None]  # from the lead, at a follower
     tick: Callable[[], None]
-    is_expecting: Callable[[], bool]
     loop: EngineLoop | None = None
     server: ControlServer | None = None
     worker: PrefillWorker | DecodeWorker | None = None
@@ -78,14 +77,12 @@ def follower_part(
             on_events=push_rank.on_events,
             on_tell=lambda payload: push_rank.apply(decode_push_input(payload)),
             tick=push_rank.tick,
-            is_expecting=lambda: False,
         )
-    fill_rank = _fill_rank(spec, engine, lambda notice: sync.tell_lead(encode_fill(notice)))
+    fill_rank = _fill_rank(spec, engine, transfers, lambda notice: sync.tell_lead(encode_fill(notice)))
     return Part(
         on_events=fill_rank.on_events,
         on_tell=lambda payload: fill_rank.apply(decode_fill_input(payload)),
         tick=lambda: None,
-        is_expecting=lambda: len(fill_rank.fills) > 0,
     )
 
 
@@ -117,7 +114,6 @@ def lead_part(
             on_events=push_rank.on_events,
             on_tell=_nobody,
             tick=push_rank.tick,
-            is_expecting=lambda: False,
             loop=loop,
             server=server,
             worker=prefill,
@@ -133,7 +129,7 @@ def lead_part(
         lease_s=spec.config.kv.lease_s,
         expert_load=engine.expert_load,
     )
-    fill_rank = _fill_rank(spec, engine, lambda notice: decode.on_notice(0, notice))
+    fill_rank = _fill_rank(spec, engine, transfers, lambda notice: decode.on_notice(0, notice))
     loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=decode, clock=clock)
     server = _server(spec, model, engine, endpoints, decode)
     decode.attach(loop, server, fill_rank)
@@ -141,7 +137,6 @@ def lead_part(
         on_events=fill_rank.on_events,
         on_tell=_nobody,
         tick=decode.tick,
-        is_expecting=lambda: decode.is_expecting,
         loop=loop,
         server=server,
         worker=decode,
@@ -229,13 +224,15 @@ def _push_rank(
     return PushRank(pushes, transfers, on_notice)
 
 
-def _fill_rank(spec: RankSpec, engine: TorchEngine, on_notice: Callable[[FillNotice], None]) -> FillRank:
+def _fill_rank(
+    spec: RankSpec, engine: TorchEngine, transfers: TransferThread, on_notice: Callable[[FillNotice], None]
+) -> FillRank:
     if not spec.config.kv.verify:
-        return FillRank(spec.epoch, engine.layout, on_notice, None)
+        return FillRank(spec.epoch, engine.layout, transfers, on_notice, None)
     read, layout = host_reader(_arena(engine)), engine.layout
 
     def verify(record: SourceRecord, block_ids: list[BlockId]) -> bool:
         ranges = written_ranges(layout, record.head_ids, block_ids, record.first_unit, record.num_units)
         return checksum(read, ranges) == record.checksum
 
-    return FillRank(spec.epoch, layout, on_notice, verify)
+    return FillRank(spec.epoch, layout, transfers, on_notice, verify)

@@ -216,7 +216,6 @@ class RankServer:
     def _on_events(self, events: list[Event]) -> None:
         if self.part is not None:
             self.part.on_events(events)
-            self._transfers.is_expecting = self.part.is_expecting()
 
     def _break(self, error: EngineError) -> None:
         if not self._broken.done():
@@ -226,7 +225,6 @@ class RankServer:
         while True:
             await asyncio.sleep(TICK_S)
             part.tick()
-            self._transfers.is_expecting = part.is_expecting()
 
     async def _watch_lease(self) -> None:
         while True:

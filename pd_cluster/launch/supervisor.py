@@ -42,6 +42,9 @@ from pd_cluster.log import get_log
 log = get_log(__name__)
 
 WATCH_S = 0.05
+CALM_WATCH_S = 0.1
+"""While every engine serves."""
+
 BEAT_S = 1.0
 
 T = TypeVar("T")
@@ -202,12 +205,11 @@ class Supervisor:
     async def _watch(self, store: StoreServer) -> None:
         while True:
             await self._start_due(store)
-            for engine in self.engines.values():
-                if engine.handles:
-                    seen = await self._on_thread(functools.partial(self._look, engine, store))
-                    await self._take(engine, seen)
+            living = [engine for engine in self.engines.values() if engine.handles]
+            for engine, seen in await self._on_thread(functools.partial(self._look_at_all, living, store)):
+                await self._take(engine, seen)
             self._looked.set()
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(CALM_WATCH_S if self._all_in(State.READY) and not self._stopping else WATCH_S)
 
     async def _start_due(self, store: StoreServer) -> None:
         """Let time pass for every engine, and start those whose time has come together."""
@@ -235,6 +237,9 @@ class Supervisor:
             engine.progress = {}
             engine.killed = False
             engine.handles = {spec.rank: by_name[spec.name] for spec in engine_specs}
+
+    def _look_at_all(self, engines: list[Engine], store: StoreServer) -> list[tuple[Engine, Seen]]:
+        return [(engine, self._look(engine, store)) for engine in engines]
 
     def _look(self, engine: Engine, store: StoreServer) -> Seen:
         """Blocking. Exits come first, so that whatever a dead rank reported is seen with its death."""

@@ -3,9 +3,9 @@
 The owner's calls go into a queue and return at once; what happens comes back in lists to `on_events`, called in this
 thread (a loop passes `lambda events: loop.call_soon_threadsafe(handle, events)`). Polling follows the traffic: the
 pause between polls grows with the time since something last happened, to 2 ms while bytes are in flight or expected
-and to 20 ms when not; a queued call ends it. Every poll after a pause runs on cold caches, some 50-100 us of CPU time
-on a virtual machine, which is what the pauses bound. Anything unexpected goes to `on_failure` and ends the thread:
-its rank can neither send nor receive KV any more.
+and to 100 ms when not; a queued call or a new expectation ends it. Every poll after a pause runs on cold caches, some
+50-100 us of CPU time on a virtual machine, which is what the pauses bound. Anything unexpected goes to `on_failure` and
+ends the thread: its rank can neither send nor receive KV any more.
 """
 
 import threading
@@ -19,7 +19,7 @@ from pd_cluster.transfer.contract import Backend, Event, RankEndpoint, Write, Wr
 
 MIN_PAUSE_S = 50e-6
 MAX_BUSY_PAUSE_S = 2e-3
-MAX_IDLE_PAUSE_S = 20e-3
+MAX_IDLE_PAUSE_S = 100e-3
 
 
 class TransferThread:
@@ -41,7 +41,7 @@ class TransferThread:
         self._refused: dict[str, str] = {}  # peers that `connect` could not reach, and why
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.num_polls = 0
-        self.is_expecting = False  # set by the owner while granted blocks wait for a peer's writes: polls stay frequent
+        self._is_expecting = False
 
     def start(self) -> None:
         self._thread.start()
@@ -60,6 +60,17 @@ class TransferThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def is_expecting(self) -> bool:
+        """Set by the owner while granted blocks wait for a peer's writes: polls stay frequent."""
+        return self._is_expecting
+
+    @is_expecting.setter
+    def is_expecting(self, value: bool) -> None:
+        if value and not self._is_expecting:
+            self._calls.put(lambda: None)
+        self._is_expecting = value
 
     def connect(self, peer: RankEndpoint) -> None:
         """Make a peer reachable. When that fails, each write to it fails with the reason."""
@@ -110,7 +121,7 @@ class TransferThread:
             now_s = time.monotonic()
             if events or num_calls:
                 last_s = now_s
-            busy = self._in_flight or self.is_expecting
+            busy = self._in_flight or self._is_expecting
             growth, longest_s = (0.01, MAX_BUSY_PAUSE_S) if busy else (0.1, MAX_IDLE_PAUSE_S)
             pause_s = min(max((now_s - last_s) * growth, MIN_PAUSE_S), longest_s)
 
