@@ -110,7 +110,7 @@ class Write(Struct, frozen=True, kw_only=True):
 
 
 class WriteDone(Struct, frozen=True):
-    """The write and its record are with the peer."""
+    """The write and its record are with the peer; a record alone is with the transport, which delivers it reliably."""
 
     write_id: int
     transfer_id: TransferId

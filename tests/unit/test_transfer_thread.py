@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from pd_cluster.bench.transfer import run
 from pd_cluster.ids import EngineEpoch, Rank, TransferId
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.transfer.contract import (
@@ -160,3 +161,10 @@ def test_an_idle_thread_with_nixl_uses_little_of_a_core() -> None:
         thread.stop()
     print(f"idle share of a core: {share:.4f}")
     assert share < 0.04, share  # 0.005 measured; the rest is room for a busy machine
+
+
+@pytest.mark.processes
+def test_the_transfer_benchmark_moves_the_bytes_and_reports_a_ratio() -> None:
+    report = run(total_bytes=4 << 20, block_bytes=64 << 10, write_bytes=1 << 20, repeats=3)
+    assert (report["total_bytes"], report["num_writes"]) == (4 << 20, 4)
+    assert 0 < report["ratio"] == pytest.approx(report["nixl_gb_s"] / report["memcpy_gb_s"], rel=0.05)
