@@ -184,3 +184,32 @@ def test_metadata_that_is_not_the_peers_is_refused(peers: tuple[Peer, Peer]) -> 
     with pytest.raises(TransferFailed, match="is third/0's"):
         source.backend.connect(replace(third.backend.endpoint(), agent_name="other"))
     third.backend.close()
+
+
+def test_a_record_that_nixl_refuses_is_tried_again_until_cancelled(
+    peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nixl import _bindings
+
+    source, target = peers
+    send, refusals = source.backend._agent.send_notif, [2]
+
+    def send_later(name: str, message: bytes) -> None:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise _bindings.nixlBackendError("busy")
+        send(name, message)
+
+    monkeypatch.setattr(source.backend._agent, "send_notif", send_later)
+    source.backend.post(write(target.name, []))
+    assert source.backend.poll() == []
+    poll_until(lambda: bool(source.events and target.events), source, target)
+    assert refusals == [0]
+
+    source.events.clear()
+    refusals[0] = 1000
+    source.backend.post(write(target.name, [], write_id=2))
+    source.backend.cancel(T)
+    (failed,) = source.backend.poll()
+    assert isinstance(failed, WriteFailed)
+    assert failed.quiet
