@@ -45,13 +45,48 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     threads: int = 1  # torch threads of each rank
 
 
+class TlsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PEM files. With `client_roots` every client must show a certificate that these roots signed."""
+
+    certificate: str
+    private_key: str
+    client_roots: str | None = None
+
+
 class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     http_port: int = 8000
+    grpc: bool = True
+    grpc_port: int | None = None  # defaults to the one after http_port; 0: a free one
+    grpc_tls: TlsSection | None = None
     max_queue: int = 1024
     request_timeout_s: float = 600.0
     max_retries: int = 3
-    api_key: str | None = None
+    api_key: str | None = None  # what clients must show
+    api_key_file: str | None = None  # or a file that holds it
+    admin_key: str | None = None  # what drain and scale ask for; without one they must come from this machine
+    admin_key_file: str | None = None
+
+    @property
+    def client_key(self) -> str | None:
+        """What clients must show. Raises ConfigError when its file cannot be read."""
+        return self.api_key or read_secret(self.api_key_file)
+
+    @property
+    def operator_key(self) -> str | None:
+        """What drain and scale ask for. Raises ConfigError when its file cannot be read."""
+        return self.admin_key or read_secret(self.admin_key_file)
+
+
+class SecuritySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the control streams between routers and workers, wherever they leave a machine; the files are PEM."""
+
+    certificate: str | None = None
+    private_key: str | None = None
+    root_certificates: str | None = None  # with it both sides must show a certificate that these roots signed
+    server_name: str | None = None  # what workers' certificates are issued to, when it is not the address dialled
+    token_file: str | None = None  # what routers must show
+    allow_insecure: bool = False  # the network is closed by other means
 
 
 class LaunchSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,8 +102,22 @@ class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill: EngineSection = field(default_factory=lambda: EngineSection(max_num_batched_tokens=2048))
     decode: EngineSection = field(default_factory=EngineSection)
     router: RouterSection = field(default_factory=RouterSection)
+    security: SecuritySection = field(default_factory=SecuritySection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     colocated: bool = False  # no prefill pool: the decode engines do both
+
+
+def read_secret(path: str | None) -> str | None:
+    """The text of a file without the white space around it; None for no file. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if not text:
+        raise ConfigError(f"{path} is empty: it must hold a secret")
+    return text
 
 
 def _parse_value(text: str) -> Any:

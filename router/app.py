@@ -62,7 +62,7 @@ class Router:
             metrics=self.metrics,
         )
         self.metrics.collect_from(WorkerMetrics(self.directory))
-        self._security = security or Security()
+        self._security = security or Security.from_config(config.security)
         self._addresses = list(addresses)
         self._clients: dict[str, ControlClient] = {}
         self._stopping: set[asyncio.Task[None]] = set()
@@ -83,7 +83,7 @@ class Router:
         if self._http:
             section = self.config.router
             name = self.config.model.served_model_name or self.model.name
-            serving = Serving(self.pipeline, self.model, name, self.metrics, api_key=section.api_key)
+            serving = Serving(self.pipeline, self.model, name, self.metrics, api_key=section.client_key)
             self._server = HttpServer(build_app(serving), listen(section.host, section.http_port))
             await self._server.start()
             log.info("http_listening", host=section.host, port=self._server.port, model=name)

@@ -25,6 +25,7 @@ from pd_cluster.kv.layout import KvLayout
 from pd_cluster.launch.spec import RankSpec
 from pd_cluster.messages import WorkerInfo
 from pd_cluster.model.source import LoadedModel
+from pd_cluster.rpc.security import Security
 from pd_cluster.rpc.server import ControlServer
 from pd_cluster.transfer.checksum import checksum, host_reader
 from pd_cluster.transfer.contract import Arena, Backend, Event, RankEndpoint, SourceRecord, WorkerEndpoint
@@ -196,7 +197,9 @@ def _server(
             ranks=endpoints,
         ),
     )
-    return ControlServer(handler, info, spec.epoch, host=spec.bind_host)
+    host = spec.control_host or spec.bind_host
+    security = Security.from_config(spec.config.security)
+    return ControlServer(handler, info, spec.epoch, host=host, port=spec.control_port, security=security)
 
 
 def _arena(engine: TorchEngine) -> Arena:

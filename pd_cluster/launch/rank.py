@@ -33,6 +33,7 @@ from pd_cluster.launch.parts import BackendFactory, Part, follower_part, lead_pa
 from pd_cluster.launch.spec import RankReport, RankSpec
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
+from pd_cluster.rpc.addresses import join_address
 from pd_cluster.transfer.contract import Arena, Event, RankEndpoint
 from pd_cluster.transfer.thread import TransferThread
 
@@ -78,7 +79,7 @@ class RankServer:
             RankReport(
                 rank=spec.rank,
                 pid=os.getpid(),
-                control_address=None if port is None else f"{spec.bind_host}:{port}",
+                control_address=None if port is None else join_address(spec.control_host or spec.bind_host, port),
                 num_blocks=self.engine.num_blocks,
                 block_bytes=self.engine.layout.block_bytes,
                 load_s=time.monotonic() - started_s,

@@ -36,6 +36,8 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     store_host: str
     store_port: int
     bind_host: str = "127.0.0.1"  # where the rank listens, and what its peers dial
+    control_host: str | None = None  # where a lead listens for routers; default: bind_host
+    control_port: int = 0
     backend: Literal["nixl"] = "nixl"
     threads: int = 1
     ranks_on_host: int = 1  # they share the memory and cores of their host

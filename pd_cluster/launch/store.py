@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from pd_cluster.errors import Unavailable
+from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.ids import EngineEpoch, Rank
 from pd_cluster.launch.spec import (
     LEASE_KEY,
@@ -46,12 +46,16 @@ def write(store: TCPStore, key: str, value: bytes) -> None:
 
 
 class StoreServer:
-    """The supervisor's side. Listens only on `host`. Thread-safe."""
+    """The supervisor's side. Listens only on `host`; port 0 takes a free one. Thread-safe. Raises ConfigError."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as listener:
-            listener.bind((host, 0))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, port))
+            except OSError as error:
+                raise ConfigError(f"the store cannot listen on {host}:{port}: {error.strerror}") from error
             listener.listen(1024)
             self.host = host
             self.port: int = listener.getsockname()[1]

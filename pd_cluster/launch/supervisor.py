@@ -91,13 +91,17 @@ class Seen(Struct, frozen=True):
 
 
 class Supervisor:
-    """`on_event` is awaited for every change, in order; `on_progress` is called as weights load."""
+    """Keeps every engine of `config`, or only `shapes` of them. `on_event` is awaited for every change, in order;
+    `on_progress` is called as weights load.
+    """
 
     def __init__(
         self,
         config: ClusterConfig,
         launcher: Launcher,
         *,
+        shapes: list[EngineShape] | None = None,
+        store_port: int = 0,
         on_event: OnEvent | None = None,
         on_progress: OnProgress | None = None,
         clock: Clock | None = None,
@@ -107,7 +111,8 @@ class Supervisor:
         self._on_event = on_event
         self._on_progress = on_progress
         self._clock = clock or SystemClock()
-        self.engines = {shape.engine_id: Engine(shape, config) for shape in engine_shapes(config)}
+        self._store_port = store_port
+        self.engines = {shape.engine_id: Engine(shape, config) for shape in shapes or engine_shapes(config)}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")
         self._store: StoreServer | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -135,7 +140,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start all engines and wait until they serve. Raises the error of the first that cannot; then call `stop`."""
-        self._store = await self._on_thread(lambda: StoreServer(self._launcher.host))
+        self._store = await self._on_thread(lambda: StoreServer(self._launcher.host, self._store_port))
         self._beating = asyncio.create_task(_beat(self._store), name="lease")
         self._watching = asyncio.create_task(self._watch(self._store), name="supervisor")
         await self._until(self._all_ready)

@@ -122,12 +122,13 @@ class ControlClient:
     async def _run(self) -> None:
         backoff_s = MIN_BACKOFF_S
         credentials = self._security.channel_credentials()
+        options = OPTIONS + self._security.channel_options()
         reported = ""
         while True:
             channel = (
-                aio.secure_channel(self.address, credentials, options=OPTIONS)
+                aio.secure_channel(self.address, credentials, options=options)
                 if credentials
-                else aio.insecure_channel(self.address, options=OPTIONS)
+                else aio.insecure_channel(self.address, options=options)
             )
             welcomed = False
             try:

@@ -7,10 +7,12 @@ import hmac
 import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Self
 
 import grpc
 from msgspec import Struct
 
+from pd_cluster.config import SecuritySection, read_secret
 from pd_cluster.errors import ConfigError
 
 AUTHORIZATION = "authorization"
@@ -27,6 +29,19 @@ class Security(Struct, frozen=True, kw_only=True):
     root_certificates: str | None = None
     token: str | None = None
     allow_insecure: bool = False
+    server_name: str | None = None  # what a worker's certificate is issued to, when not the address that is dialled
+
+    @classmethod
+    def from_config(cls, section: SecuritySection) -> Self:
+        """Raises ConfigError when the token's file cannot be read."""
+        return cls(
+            certificate=section.certificate,
+            private_key=section.private_key,
+            root_certificates=section.root_certificates,
+            token=read_secret(section.token_file),
+            allow_insecure=section.allow_insecure,
+            server_name=section.server_name,
+        )
 
     @property
     def uses_tls(self) -> bool:
@@ -59,6 +74,9 @@ class Security(Struct, frozen=True, kw_only=True):
             private_key=_read(self.private_key),
             certificate_chain=_read(self.certificate),
         )
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
     def metadata(self) -> list[tuple[str, str]]:
         return [(AUTHORIZATION, f"Bearer {self.token}")] if self.token else []
