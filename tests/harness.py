@@ -4,6 +4,7 @@ Each rank has its own engine and transfer threads; only processes are missing. A
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,21 +15,26 @@ from msgspec import Struct
 
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.engine.plan import TokenLogprobs
-from pd_cluster.ids import RequestId, WorkerId, new_epoch
+from pd_cluster.ids import EngineId, RequestId, TransferId, WorkerId, new_epoch
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.launch.meeting import Board, LocalRendezvous
 from pd_cluster.launch.parts import BackendFactory, nixl_backend
 from pd_cluster.launch.rank import RankServer
-from pd_cluster.launch.roles import engine_shapes, rank_specs
+from pd_cluster.launch.roles import EngineShape, engine_shapes, rank_specs
 from pd_cluster.launch.spec import RankSpec
+from pd_cluster.messages import WorkerLoad
 from pd_cluster.model.source import open_model
-from pd_cluster.request import FinishReason, Request, SamplingParams
-from pd_cluster.transfer.contract import Arena, Backend
+from pd_cluster.request import FinishReason, Phase, Request, SamplingParams
+from pd_cluster.transfer.contract import Arena, Backend, Event, RankEndpoint, Write
+from pd_cluster.transfer.faulty import Faults, FaultyBackend
 from pd_cluster.transfer.local import LocalBackend, LocalFabric
 from router.app import Router
 from router.attempt import Timings
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
+NEAR_TIE = 1e-3
+
+Wrap = Callable[[RankSpec, Backend], Backend]
 
 
 def local_backends() -> BackendFactory:
@@ -73,6 +79,87 @@ def request(token_ids: Sequence[int], request_id: str = "r", salt: str = "", **s
     )
 
 
+def assert_same(output: Output, expected: Output) -> None:
+    """Equal tokens, up to the first place where `expected` had a near-tie (it needs `logprobs` of 2 to know)."""
+    assert len(output.token_ids) == len(expected.token_ids)
+    for step, (ours, theirs) in enumerate(zip(output.token_ids, expected.token_ids, strict=True)):
+        if ours != theirs:
+            first, second = expected.logprobs[step].top_logprobs[:2]
+            assert first - second < NEAR_TIE, (step, ours, theirs, first, second)
+            return
+
+
+class HoldingBackend:
+    """Posts nothing while its hold is on, and forgets nothing: as with RDMA, what was posted cannot be recalled."""
+
+    def __init__(self, inner: Backend, hold: "Hold") -> None:
+        self._inner = inner
+        self._hold = hold
+        self._kept: list[Write] = []
+
+    def endpoint(self) -> RankEndpoint:
+        return self._inner.endpoint()
+
+    def connect(self, peer: RankEndpoint) -> None:
+        self._inner.connect(peer)
+
+    def disconnect(self, agent_name: str) -> None:
+        self._inner.disconnect(agent_name)
+
+    def post(self, write: Write) -> None:
+        if self._hold.on:
+            self._kept.append(write)
+            self._hold.num_kept += 1
+        else:
+            self._inner.post(write)
+
+    def poll(self) -> list[Event]:
+        if self._kept and not self._hold.on:
+            kept, self._kept = self._kept, []
+            for write in kept:
+                self._inner.post(write)
+        return self._inner.poll()
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._inner.cancel(transfer_id)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Hold:
+    """A switch over the writes of all ranks: `LocalCluster(config, wrap=hold.wrap)`, then `hold.on = True`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.num_kept = 0
+
+    def wrap(self, spec: RankSpec, inner: Backend) -> Backend:
+        return HoldingBackend(inner, self)
+
+
+class Faulty:
+    """Faults around the backend of every rank, each with a seed of its own drawn from one."""
+
+    def __init__(self, faults: Faults, seed: int) -> None:
+        self.backends: list[FaultyBackend] = []
+        self._faults = faults
+        self._seed = seed
+
+    def wrap(self, spec: RankSpec, inner: Backend) -> Backend:
+        backend = FaultyBackend(inner, self._faults, self._seed * 1000 + len(self.backends))
+        self.backends.append(backend)
+        return backend
+
+    @property
+    def num_injected(self) -> dict[str, int]:
+        """By name of the fault, over all ranks."""
+        counts: dict[str, int] = {}
+        for name, num in itertools.chain.from_iterable(b.num_injected.items() for b in self.backends):
+            counts[name] = counts.get(name, 0) + num
+        return counts
+
+
 class LocalCluster:
     """`async with LocalCluster(config) as cluster`. `wrap` may put something around each rank's backend."""
 
@@ -82,7 +169,7 @@ class LocalCluster:
         *,
         nixl: bool = False,
         http: bool = False,
-        wrap: Callable[[RankSpec, Backend], Backend] | None = None,
+        wrap: Wrap | None = None,
     ) -> None:
         self.config = config
         self.model = open_model(config.model.path, config.model.load)
@@ -95,26 +182,28 @@ class LocalCluster:
 
         self._backend = backend
         self.ranks: list[RankServer] = []
-        self._running: list[asyncio.Task[None]] = []
+        self._stopped: list[RankServer] = []  # kept, so that a late write still finds their memory
+        self._running: dict[RankServer, asyncio.Task[None]] = {}
         self._num_requests = 0
 
     async def __aenter__(self) -> Self:
         await self.router.start()
-        for shape in engine_shapes(self.config):
-            board = Board()
-            specs = rank_specs(shape, new_epoch(), self.config, ("", 0), 1)
-            self.ranks += [
-                RankServer(spec, LocalRendezvous(board), model=self.model, backend_factory=self._backend)
-                for spec in specs
-            ]
-        await asyncio.gather(*(rank.start() for rank in self.ranks))
-        self._running = [asyncio.create_task(rank.run()) for rank in self.ranks]
-        leads = [rank for rank in self.ranks if rank.spec.is_lead]
-        for lead in leads:
-            report = lead._rendezvous._board.reports[lead.spec.rank]  # type: ignore[attr-defined]
-            self.router.add_worker(report.control_address)
-        await asyncio.wait_for(self.router.until_ready(len(leads)), 30)
+        await asyncio.gather(*(self._start_engine(shape) for shape in engine_shapes(self.config)))
+        await asyncio.wait_for(self.router.until_ready(len(self.leads())), 30)
         return self
+
+    async def _start_engine(self, shape: EngineShape) -> None:
+        board = Board()
+        ranks = [
+            RankServer(spec, LocalRendezvous(board), model=self.model, backend_factory=self._backend)
+            for spec in rank_specs(shape, new_epoch(), self.config, ("", 0), 1)
+        ]
+        await asyncio.gather(*(rank.start() for rank in ranks))
+        self.ranks += ranks
+        self._running |= {rank: asyncio.create_task(rank.run()) for rank in ranks}
+        for rank in ranks:
+            if rank.spec.is_lead:
+                self.router.add_worker(address_of(rank))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -125,10 +214,40 @@ class LocalCluster:
                 self.check_nothing_leaked()
         finally:
             await self.router.stop()
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
-            await asyncio.gather(*(rank.stop() for rank in self.ranks))
+            await self._stop(self.ranks)
+
+    async def _stop(self, ranks: list[RankServer]) -> None:
+        tasks = [self._running.pop(rank) for rank in ranks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(rank.stop() for rank in ranks))
+
+    # ---- engines come and go
+
+    async def stop_engine(self, engine_id: str) -> list[RankServer]:
+        """End an engine's ranks as if they had died: their streams break, and nobody has said that they are dead.
+
+        Only for engines of one rank: the others of a larger one would wait for it in a collective.
+        """
+        ranks = [rank for rank in self.ranks if rank.spec.engine_id == engine_id]
+        assert len(ranks) == 1, engine_id
+        self.ranks = [rank for rank in self.ranks if rank not in ranks]
+        self._stopped += ranks
+        await self._stop(ranks)
+        return ranks
+
+    def bury(self, ranks: list[RankServer]) -> None:
+        """What the supervisor says once it has seen every process of an engine dead."""
+        for rank in ranks:
+            if rank.spec.is_lead:
+                self.router.remove_worker(address_of(rank))
+        self.router.pipeline.engine_dead(ranks[0].spec.epoch)
+
+    async def start_engine(self, engine_id: str) -> None:
+        """A new life of an engine."""
+        shape = next(shape for shape in engine_shapes(self.config) if shape.engine_id == EngineId(engine_id))
+        await self._start_engine(shape)
 
     # ---- requests
 
@@ -148,6 +267,17 @@ class LocalCluster:
         self._num_requests += 1
         return await self.generate(request(token_ids, f"r{self._num_requests}", **sampling))
 
+    async def in_phase(self, request_id: str, phase: Phase, timeout_s: float = 10.0) -> bool:
+        """Wait until a request is in `phase`; False when it ended before."""
+        pipeline = self.router.pipeline
+        deadline_s = time.monotonic() + timeout_s
+        while (flight := pipeline._flights.get(RequestId(request_id))) is not None:
+            if flight.phase is phase:
+                return True
+            assert time.monotonic() < deadline_s, f"{request_id} is {flight.phase}, wanted {phase}"
+            await asyncio.sleep(0)
+        return False
+
     async def all_greedy(self, prompts: Iterable[Sequence[int]], **sampling: Any) -> list[Output]:
         return list(await asyncio.gather(*(self.greedy(prompt, **sampling) for prompt in prompts)))
 
@@ -158,6 +288,17 @@ class LocalCluster:
 
     def lead(self, worker_id: WorkerId) -> RankServer:
         return next(rank for rank in self.leads() if rank.spec.worker_id == worker_id)
+
+    def load(self, role: str) -> WorkerLoad:
+        """Of the first worker of that role, as it would report it now."""
+        worker = self.leads(role)[0].part.worker  # type: ignore[union-attr]
+        assert worker is not None
+        return worker.load()
+
+    def unit_bytes(self, role: str = "decode") -> int:
+        """KV bytes of 16 tokens over all ranks of a worker."""
+        endpoint = self.leads(role)[0].part.server._info.endpoint  # type: ignore[union-attr]
+        return sum(rank.layout.unit_bytes for rank in endpoint.ranks)  # type: ignore[union-attr]
 
     def is_free(self) -> bool:
         """No request, reservation, transfer or quarantine is left on either side."""
@@ -191,3 +332,8 @@ class LocalCluster:
             assert lead.part is not None
             assert lead.part.scheduler is not None
             lead.part.scheduler.clear_prefix_cache()
+
+
+def address_of(lead: RankServer) -> str:
+    report = lead._rendezvous._board.reports[lead.spec.rank]  # type: ignore[attr-defined]
+    return str(report.control_address)
