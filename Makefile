@@ -4,7 +4,7 @@
 # make bench  measure this machine
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# On a machine with NVIDIA GPUs: make TORCH_INDEX=URL ...
+# Another build of torch: make TORCH_INDEX=URL ...
 TORCH_INDEX ?= 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -56,7 +56,6 @@ test: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(BIN)/pd-cluster bench transfer
-	$(BIN)/pd-cluster bench serve
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
