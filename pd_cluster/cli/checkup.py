@@ -68,7 +68,7 @@ def gpus(_: ClusterConfig) -> tuple[Status, str, str]:
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return "ok", f"{len(names)} x {names[0]}", ""
+        return "ok", f"{len(names)} x {names[0]}; ranks do not use them yet", ""
     if shutil.which("nvidia-smi") is None:
         return "ok", "none: everything runs on the CPU", ""
     return "warn", "the machine has NVIDIA tools, but this torch sees no GPU", "install a CUDA build of torch"

@@ -103,7 +103,7 @@ class NodeClient:
     """Reaches the `Node` of one node. When the node is lost, its ranks count as dead once their lease has run out."""
 
     def __init__(self, node_id: str) -> None:
-        self._local = Node() if node_id == ray.get_runtime_context().get_node_id() else None
+        self._local = Node() if node_id == _own_node_id() else None
         self._actor: Any = None
         self._lost_s: float | None = None
         if self._local is None:
@@ -206,11 +206,12 @@ class RayLauncher:
                 "`auto`, or HOST:PORT of its head"
             )
         self._run_rank = run_rank
-        self._local = address == "local"
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _init(address)
-        self.host = "127.0.0.1" if self._local else get_node_ip_address()
+        # on a cluster of this node alone nothing needs to leave the machine
+        self._alone = [node["NodeID"] for node in ray.nodes() if node["Alive"]] == [_own_node_id()]
+        self.host = "127.0.0.1" if self._alone else get_node_ip_address()
         self._groups: dict[EngineEpoch, PlacementGroup] = {}
         self._handles: list[RayHandle] = []
         self._nodes: dict[str, NodeClient] = {}
@@ -230,6 +231,10 @@ class RayLauncher:
                 actor = ray.remote(RankActor).options(scheduling_strategy=strategy, max_restarts=0, **options)
                 actors.append(actor.remote(spec.threads))
             homes: list[Home] = ray.get([actor.home.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
+            if self._alone and any(home.node_id != _own_node_id() for home in homes):
+                raise Unavailable(
+                    "the Ray cluster has grown by nodes that cannot reach this one's loopback: start again"
+                )
         except (RayError, Unavailable) as error:
             for actor in actors:
                 ray.kill(actor)
@@ -244,7 +249,7 @@ class RayLauncher:
             if home.node_id not in self._nodes:
                 self._nodes[home.node_id] = NodeClient(home.node_id)
             node = self._nodes[home.node_id]
-            host = self.host if self._local else home.node_ip
+            host = self.host if self._alone else home.node_ip
             placed = msgspec.structs.replace(spec, bind_host=host, ranks_on_host=per_node[home.node_id])
             started.append(RayHandle(placed, actor, home, node, self._run_rank))
         self._handles += started
@@ -273,6 +278,10 @@ class RayLauncher:
         self._nodes.clear()
         if self._owns_ray:
             ray.shutdown()
+
+
+def _own_node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _init(address: str) -> None:
