@@ -23,8 +23,8 @@ SENTINEL = 0xDEAD
 
 prompts = st.builds(
     lambda units, tail: [token for token in units for _ in range(16)][: len(units) * 16 - tail] or [0],
-    st.lists(st.integers(0, 2), min_size=1, max_size=5),
-    st.integers(0, 15),
+    st.lists(st.integers(0, 1), min_size=1, max_size=5),
+    st.sampled_from([0, 0, 1, 8, 15]),
 )
 max_tokens = st.integers(1, 40)
 
@@ -68,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: set[RequestId] = set()
         self.output: dict[RequestId, list[int]] = {}
         self.evicted: list[RequestId] = []
+        self.started: dict[RequestId, list[BlockId]] = {}
         self.held: dict[RequestId, list[BlockId]] = {}
         self.reserved: dict[RequestId, Reservation] = {}
         self.plans: deque[StepPlan] = deque()
@@ -201,6 +202,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({work.request_id for work in plan.work}) == len(plan.work)
         assert might_work or not plan.work
         self.evicted += self.scheduler.take_preempted()
+        for started in self.scheduler.take_started():
+            self.started[started.request_id] = self.scheduler.block_ids(started.request_id)
         if plan.work:
             self.plans.append(plan)
         else:
@@ -213,6 +216,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.launch(plan, [plan.num_tokens])
         assert self.engine.num_sequences <= self.max_num_seqs
         self.apply(self.scheduler.complete(self.engine.collect()))
+
+    @rule(num_steps=st.integers(1, 12))
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if len(self.plans) < MAX_DEPTH:
+                self.launch()
+            if self.plans:
+                self.complete()
 
     def apply(self, outcome: StepOutcome) -> None:
         assert not outcome.preempted
@@ -231,6 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_output(done.request_id, done.finish)
             if done.finish is None:
                 self.held[done.request_id] = self.scheduler.block_ids(done.request_id)
+                assert self.held[done.request_id] == self.started[done.request_id], "moved under a push"
             else:
                 self.live.remove(done.request_id)
 
@@ -246,6 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert finish is None
 
+    @precondition(lambda self: self.step % 8 == 7)
     @rule()
     def clear_prefix_cache(self) -> None:
         self.scheduler.clear_prefix_cache()
@@ -287,4 +300,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
