@@ -89,6 +89,15 @@ def assert_same(output: Output, expected: Output) -> None:
             return
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+    """Look until `condition` holds; the seconds it took."""
+    started_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started_s < timeout_s, "waited in vain"
+        await asyncio.sleep(0.001)
+    return time.monotonic() - started_s
+
+
 class HoldingBackend:
     """Posts nothing while its hold is on, and forgets nothing: as with RDMA, what was posted cannot be recalled."""
 
