@@ -67,9 +67,14 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class Abort(Struct, frozen=True, kw_only=True, tag="abort"):
-    """Forget the request; free its blocks at once, or when its writer has stopped. Unknown ids are fine."""
+    """Forget the request; free its blocks at once, or when its writer has stopped. Unknown ids are fine.
+
+    With `transfer_id`, from a router to a source: answered by Stopped when nothing more is written for it, also when
+    the source never knew it or is long done, so that a router whose words were lost gets to know.
+    """
 
     request_id: RequestId
+    transfer_id: TransferId | None = None
 
 
 class ExtendLease(Struct, frozen=True, kw_only=True, tag="extend"):

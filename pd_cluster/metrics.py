@@ -1,9 +1,10 @@
 """Prometheus metrics of a router: one registry for each, names with the prefix `pd_cluster_`, SI units."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 PREFIX = "pd_cluster_"
@@ -23,16 +24,17 @@ class RouterMetrics:
         self.retries = self._counter("request_retries", "New attempts, by what ended the former", "reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Of them, found in a prefix cache")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens sent to clients")
         self.transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes pushed")
         self.transfer_failures = self._counter("kv_transfer_failures", "Transfers that failed, by code", "reason")
         self.http_requests = self._counter("http_requests", "HTTP answers", "route", "status")
+        self.grpc_requests = self._counter("grpc_requests", "gRPC calls of clients", "method", "code")
         self.ttft = self._histogram("time_to_first_token_seconds", "Submission to first token", LATENCY_BUCKETS)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between tokens of a request", TOKEN_BUCKETS)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Submission to last token", LATENCY_BUCKETS)
         self.queue_time = self._histogram("request_queue_time_seconds", "Submission to prefill", LATENCY_BUCKETS)
         self.prefill_time = self._histogram("request_prefill_time_seconds", "Prefill to its token", LATENCY_BUCKETS)
         self.transfer_time = self._histogram("kv_transfer_seconds", "First post to last completion", TRANSFER_BUCKETS)
+        self.tokens = TokenMetrics()
+        self.collect_from(self.tokens)
         self.requests_in_phase = Gauge(
             f"{PREFIX}requests_in_phase", "Requests in flight", ["phase"], registry=self.registry
         )
@@ -57,3 +59,31 @@ class Snapshot(Collector):
 
     def collect(self) -> Iterable[Metric]:
         raise NotImplementedError
+
+
+class TokenMetrics(Snapshot):
+    """What is counted for every token: plain numbers, since locks and labels would cost more than the token itself."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._sum_s = 0.0
+        self._counts = [0] * (len(TOKEN_BUCKETS) + 1)
+
+    def first(self, num_tokens: int) -> None:
+        """The first tokens of a request."""
+        self._num_tokens += num_tokens
+
+    def further(self, num_tokens: int, seconds: float) -> None:
+        """Tokens that came `seconds` after the ones before."""
+        self._num_tokens += num_tokens
+        self._sum_s += seconds
+        self._counts[bisect_left(TOKEN_BUCKETS, seconds / num_tokens)] += num_tokens
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens sent to clients", value=self._num_tokens)
+        cumulative, buckets = 0, []
+        for limit, count in zip([*map(str, TOKEN_BUCKETS), "+Inf"], self._counts, strict=True):
+            cumulative += count
+            buckets.append((limit, float(cumulative)))
+        name = PREFIX + "inter_token_latency_seconds"
+        yield HistogramMetricFamily(name, "Between tokens of a request", buckets=buckets, sum_value=self._sum_s)

@@ -96,6 +96,7 @@ class PrefillWorker:
                     self._tell_ranks(Ordered(message))
                 case m.Abort():
                     self._abort(message.request_id)
+                    self._answer_abort(router_id, message)
                 case m.EngineDead():
                     self._tell_ranks(TargetDied(message.dead))
                 case m.Drain():
@@ -151,6 +152,12 @@ class PrefillWorker:
         transfer_id = self._transfer_of.get(request_id)
         if transfer_id is not None:
             self._stop(self._jobs[transfer_id])
+
+    def _answer_abort(self, router_id: RouterId, message: m.Abort) -> None:
+        """Of a transfer that still stops, the router hears when it has; of any other, that it is quiet."""
+        if message.transfer_id is not None and message.transfer_id not in self._jobs:
+            stopped = m.Stopped(request_id=message.request_id, transfer_id=message.transfer_id)
+            self._outgoing.send(router_id, [stopped])
 
     def _stop(self, job: _Job) -> None:
         """End a request early. Its blocks stay until every rank has stopped; then the router hears Stopped."""

@@ -44,7 +44,7 @@ class Link(Struct, kw_only=True, eq=False):
     wire_id: RequestId
     push_sent: bool = False
     quiet: bool = False  # the source writes nothing more
-    closed_s: float | None = None  # since when both sides were told to abort
+    closed: bool = False  # both sides were told to abort
 
 
 class Timings(Struct, kw_only=True):

@@ -445,7 +445,8 @@ class Flight:
             assert attempt.decode is not None
             self._port.send(attempt.decode, m.Abort(request_id=attempt.wire_id))
         else:
-            self._port.send(attempt.prefill, m.Abort(request_id=attempt.wire_id))
+            abort = m.Abort(request_id=attempt.wire_id, transfer_id=attempt.transfer_id)
+            self._port.send(attempt.prefill, abort)
             if attempt.link is not None:
                 self._port.close_link(attempt.link)
 

@@ -38,7 +38,6 @@ from router.stream import TokenStream
 log = get_log(__name__)
 
 TICK_S = 0.05
-MAX_OWED = 10_000
 MAX_DEAD_EPOCHS = 1_000
 
 
@@ -75,7 +74,6 @@ class Pipeline:
         self._links = Links(self.send)
         self._legs: dict[Conversation, Leg] = {}
         self._conversations: dict[Leg, Conversation] = {}
-        self._owed: dict[Leg, list[m.ToWorkerMessage]] = {}
         self._introduced: set[tuple[Leg, Leg]] = set()  # (source, target): the source has the target's endpoint
         self._dead: dict[EngineEpoch, None] = {}
         self._turn = 0
@@ -85,6 +83,7 @@ class Pipeline:
         self._lease_s = 30.0
         self._next_extension_s = 0.0
         self._ticker: asyncio.Task[None] | None = None
+        self._active = asyncio.Event()  # there is something to watch
         self._closing = False
 
     # ---- for clients
@@ -115,6 +114,7 @@ class Pipeline:
         stream = TokenStream(flight, ready)
         self._flights[flight.id] = flight
         self._streams[flight.id] = stream
+        self._active.set()
         self._count(flight.phase, 1)
         try:
             flight.start()
@@ -146,6 +146,11 @@ class Pipeline:
     @property
     def num_in_flight(self) -> int:
         return len(self._flights)
+
+    @property
+    def flights(self) -> list[Flight]:
+        """The requests in flight, the oldest first."""
+        return list(self._flights.values())
 
     @property
     def ready(self) -> bool:
@@ -187,8 +192,11 @@ class Pipeline:
 
     async def _tick_forever(self) -> None:
         while True:
+            await self._active.wait()
             await asyncio.sleep(TICK_S)
             self.tick()
+            if self.idle():
+                self._active.clear()
 
     def tick(self) -> None:
         """Do what is due."""
@@ -205,7 +213,6 @@ class Pipeline:
             self._alarms = [alarm for alarm in self._alarms if alarm[1] in self._flights]
             heapq.heapify(self._alarms)
         self._settle()
-        self._links.sweep(now_s)
         if now_s >= self._next_extension_s:
             self._next_extension_s = now_s + self._lease_s / 3
             self._links.extend(self._lease_s)
@@ -236,12 +243,8 @@ class Pipeline:
         self.directory.welcome(info, epoch)
         self.index.add_worker(info.worker_id, info.num_blocks * info.block_size // UNIT_TOKENS)
         self._introduced = {pair for pair in self._introduced if leg not in pair}
-        self._owed = {owing: m_ for owing, m_ in self._owed.items() if owing.worker_id != leg.worker_id or owing == leg}
-        greetings: list[m.ToWorkerMessage] = [m.EngineDead(dead=dead) for dead in self._dead if dead != epoch]
-        greetings += self._owed.pop(leg, [])
-        if greetings:
-            client.send(greetings)
-        self._links.restarted(leg)
+        client.send([m.EngineDead(dead=dead) for dead in self._dead if dead != epoch])
+        self._links.welcomed(leg)
         log.info("worker_ready", worker_id=info.worker_id, epoch=epoch, num_blocks=info.num_blocks)
 
     def on_messages(self, client: Conversation, messages: list[m.ToRouterMessage]) -> None:
@@ -309,7 +312,6 @@ class Pipeline:
         self._legs = {client: known for client, known in self._legs.items() if known != leg}
         self.directory.remove(worker_id)
         self.index.remove_worker(worker_id)
-        self._owed.pop(leg, None)
         self._links.gone(leg)
         self._settle()
 
@@ -329,7 +331,6 @@ class Pipeline:
         for worker in self.directory.workers:
             if worker.epoch == epoch:
                 self._lose(Leg(worker.id, epoch), "its engine died")
-        self._owed = {leg: messages for leg, messages in self._owed.items() if leg.epoch != epoch}
         for leg, client in self._conversations.items():
             if leg.epoch != epoch:
                 client.send([m.EngineDead(dead=epoch)])
@@ -384,15 +385,10 @@ class Pipeline:
         return chain.hashes
 
     def send(self, leg: Leg, message: m.ToWorkerMessage) -> None:
-        """Send to a worker in that life. What frees memory is kept for when it is reachable again."""
+        """Send to a worker in that life; dropped when it is not reachable, for then it gives up what it has of ours."""
         client = self._conversations.get(leg)
-        if client is not None and client.send([message]):
-            return
-        worker = self.directory.get(leg.worker_id)
-        if worker is not None and worker.epoch == leg.epoch and isinstance(message, m.Abort | m.SourceStopped):
-            owed = self._owed.setdefault(leg, [])
-            owed.append(message)
-            del owed[:-MAX_OWED]
+        if client is not None:
+            client.send([message])
 
     def push(self, link: Link, granted: m.Granted, deadline_s: float) -> None:
         """Tell the source to write; with the target's endpoint the first time."""
@@ -416,7 +412,7 @@ class Pipeline:
         self._links.open(link)
 
     def close_link(self, link: Link) -> None:
-        self._links.close(link, self.now_s())
+        self._links.close(link)
 
     def settle_link(self, link: Link) -> None:
         self._links.settle(link)
@@ -455,12 +451,12 @@ class Pipeline:
     def deliver(self, flight: Flight, delta: Delta) -> None:
         stream = self._streams[flight.id]
         if delta.token_ids:
-            self.metrics.generation_tokens.inc(len(delta.token_ids))
             now_s = self.now_s()
             if stream.last_token_s is None:
                 self.metrics.ttft.observe(flight.timings.ttft_s)
+                self.metrics.tokens.first(len(delta.token_ids))
             else:
-                self.metrics.itl.observe((now_s - stream.last_token_s) / len(delta.token_ids))
+                self.metrics.tokens.further(len(delta.token_ids), now_s - stream.last_token_s)
             stream.last_token_s = now_s
         if delta.finish is not None:
             self._end(flight, delta.finish.value)

@@ -58,10 +58,10 @@ def pick_prefill(
     def predicted_s(worker: Worker) -> float:
         num_cached = min(cached.get(worker.id, 0), num_tokens - 1)
         own_s = worker.costs.prefill_s(num_tokens - num_cached, num_cached)
-        return worker.costs.prefill_s(worker.num_waiting_tokens) + own_s
+        return worker.costs.backlog_s(worker.num_waiting_tokens) + own_s
 
     best_s, worker = _least(_preferred(fitting, avoid), predicted_s, cached, turn)
-    if best_s > remaining_s:
+    if best_s > remaining_s and worker.costs.knows_prefill:  # a guess is no reason to turn anybody away
         raise Overloaded(
             f"the first token is expected in {best_s:.1f} s and the deadline is in {remaining_s:.1f} s: retry later"
         )

@@ -12,6 +12,9 @@ from pd_cluster.costs.roofline import Hardware, ModelWork
 WEIGHT = 0.2
 """Of the newest observation; the first few weigh more, so that a new worker is known after one request."""
 
+ORDINARY_PROMPT = 512
+"""Tokens."""
+
 MAX_LOG_RATIO = math.log(1e6)
 
 
@@ -28,6 +31,10 @@ class Correction:
         if not self._num_observed and self._pool is not None:
             return self._pool.factor
         return math.exp(self._log_ratio)
+
+    @property
+    def is_learnt(self) -> bool:
+        return self._num_observed > 0 or (self._pool is not None and self._pool.is_learnt)
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Learn from one measurement; meaningless ones (zero, negative, not finite) are ignored."""
@@ -62,6 +69,15 @@ class WorkerCosts:
     def prefill_s(self, num_new_tokens: int, num_cached_tokens: int = 0) -> float:
         predicted = roofline.prefill_s(self.hardware, self.work, num_new_tokens, num_cached_tokens)
         return self._corrections.prefill.factor * predicted
+
+    def backlog_s(self, num_tokens: int) -> float:
+        """Seconds to compute prompt tokens of other requests: many of ordinary length, not one very long one."""
+        return self.prefill_s(ORDINARY_PROMPT) * num_tokens / ORDINARY_PROMPT
+
+    @property
+    def knows_prefill(self) -> bool:
+        """Whether predictions of prefill rest on any measurement."""
+        return self._corrections.prefill.is_learnt
 
     def step_s(self, num_seqs: int, num_context_tokens: int) -> float:
         predicted = roofline.decode_step_s(self.hardware, self.work, num_seqs, num_context_tokens)

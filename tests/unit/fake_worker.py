@@ -261,6 +261,8 @@ class FakeWorker:
                 self.running[message.request.id] = Running(message.request, self.reply)
             case m.Abort():
                 self._abort(message.request_id)
+                if message.transfer_id is not None:
+                    self.out.append(m.Stopped(request_id=message.request_id, transfer_id=message.transfer_id))
             case m.SourceStopped():
                 self.quarantined.pop(message.transfer_id, None)
             case m.EngineDead():
@@ -273,6 +275,14 @@ class FakeWorker:
             case _:
                 pass
 
+    def detach(self) -> None:
+        """The router is gone: its requests end here."""
+        ids = {*self.running, *(reserve.request.id for reserve in self.reserved.values())}
+        ids |= {sequence.request.id for sequence in self.held.values()}
+        for request_id in ids | {order.request_id for order in self.orders.values()}:
+            self._abort(request_id)
+        self.out.clear()
+
     def _abort(self, request_id: RequestId) -> None:
         self.running.pop(request_id, None)
         for transfer_id, reserve in list(self.reserved.items()):
@@ -284,7 +294,6 @@ class FakeWorker:
         for transfer_id, order in list(self.orders.items()):
             if order.request_id == request_id:
                 del self.orders[transfer_id]
-                self.out.append(m.Stopped(request_id=request_id, transfer_id=transfer_id))
 
 
 class ServedWorker:
@@ -319,9 +328,7 @@ class ServedWorker:
         self.flush()
 
     def on_detach(self, router_id: RouterId) -> None:
-        for request_id in [*self.worker.running, *(r.request.id for r in self.worker.reserved.values())]:
-            self.worker.handle([m.Abort(request_id=request_id)])
-        self.worker.out.clear()
+        self.worker.detach()
 
     def load(self) -> m.WorkerLoad:
         return self.worker.load()
@@ -365,6 +372,7 @@ class Cluster:
 
     def attach(self, worker: FakeWorker) -> Conversation:
         worker.peers = self.workers
+        worker.detach()
         self.workers[worker.id] = worker
         conversation = self.conversations[worker.id] = Conversation(worker)
         self.pipeline.on_welcome(conversation, worker.info, worker.epoch)

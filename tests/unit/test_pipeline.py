@@ -379,6 +379,7 @@ async def test_a_worker_that_failed_a_request_is_asked_last():
     bad, good, decode = FakeWorker("prefill-0"), FakeWorker("prefill-1"), FakeWorker("decode-0")
     bad.replace[m.Prefill] = lambda message: [bad.failed(message.request.id, message.transfer_id, WorkerLost("broken"))]
     cluster = Cluster(bad, good, decode)
+    cluster.pipeline.directory.get(good.id).add_prefill(100_000)  # so that the policy would choose the bad one again
     for i in range(4):
         stream = cluster.pipeline.submit(request(f"r{i}", prompt=PROMPT))
         cluster.run()
@@ -700,15 +701,31 @@ async def test_a_worker_that_dies_in_any_phase_and_comes_back_loses_no_token(pha
     cluster.check_nothing_is_left()
 
 
-async def test_an_abort_that_could_not_be_sent_is_sent_when_the_worker_is_back():
-    prefill, decode = FakeWorker("prefill-0"), FakeWorker("decode-0")
-    cluster = Cluster(prefill, decode)
-    stream = cluster.pipeline.submit(request(max_tokens=50))
-    cluster.settle()
-    cluster.lose(decode)
+@pytest.mark.parametrize("broken", ["prefill-0/0", "decode-0/0"])
+@pytest.mark.parametrize("phase", [Phase.PREFILLING, Phase.TRANSFERRING, Phase.DECODING])
+async def test_words_swallowed_by_a_broken_stream_are_said_again(broken, phase):
+    cluster = pair()
+    stream = stop_at(cluster, phase)
     stream.cancel()
-    assert decode.running
-    cluster.attach(decode)  # the same life: only the connection had broken
+    worker = cluster.workers[broken]
+    cluster.lose(worker)  # with the Abort on its way
+    cluster.settle()
+    cluster.attach(worker)  # the same life: only the connection had broken
+    cluster.check_nothing_is_left()
+
+
+async def test_a_push_that_never_arrived_leaves_nothing_in_quarantine():
+    cluster = pair()
+    prefill, decode = cluster.workers["prefill-0/0"], cluster.workers["decode-0/0"]
+    stream = stop_at(cluster, Phase.PREFILLING)
+    (transfer_id,) = decode.reserved
+    prefill.seen = [message for message in prefill.seen if not isinstance(message, m.Push)]
+    prefill.orders.clear()  # as if the stream had broken under it
+    cluster.lose(prefill)
+    stream.cancel()
+    cluster.settle()
+    assert list(decode.quarantined) == [transfer_id]
+    cluster.attach(prefill)
     cluster.check_nothing_is_left()
 
 
@@ -831,7 +848,7 @@ def test_a_link_is_not_told_of_by_a_stranger():
     source, target = Leg("p/0", "e1"), Leg("d/0", "e2")
     link = Link(transfer_id=TransferId("t"), source=source, target=target, wire_id=RequestId("r"), push_sent=True)
     links.open(link)
-    links.close(link, 0.0)
+    links.close(link)
     links.quiet(Leg("p/0", "e0"), TransferId("t"))  # a former life of the source
     assert [type(message) for message in sent] == [m.Abort]
     links.quiet(source, TransferId("t"))
