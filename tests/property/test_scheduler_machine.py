@@ -71,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.started: dict[RequestId, list[BlockId]] = {}
         self.held: dict[RequestId, list[BlockId]] = {}
         self.reserved: dict[RequestId, Reservation] = {}
+        self.kept: list[list[BlockId]] = []  # of aborted requests
         self.plans: deque[StepPlan] = deque()
         self.known: set[UnitHash] = set()
 
@@ -158,15 +159,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.adopt(self.resumed(request_id), reservation.block_ids, float(self.step))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.booleans())
+    def abort(self, data: st.DataObject, keep: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.live)))
-        assert self.scheduler.abort(request_id) == (request_id not in self.evicted)
+        if keep:
+            self.kept.append(self.scheduler.abort_keeping_blocks(request_id))
+        else:
+            assert self.scheduler.abort(request_id) == (request_id not in self.evicted)
         assert not self.scheduler.abort(request_id)
         self.live.remove(request_id)
         self.held.pop(request_id, None)
         if request_id in self.evicted:
             self.evicted.remove(request_id)
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def give_kept_back(self) -> None:
+        self.scheduler.cancel(self.kept.pop())
 
     @precondition(lambda self: self.held)
     @rule()
@@ -279,6 +288,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for request_id in list(self.reserved):
             self.settle_one(request_id, adopt=True)
+        while self.kept:
+            self.give_kept_back()
         for _ in range(20_000):
             while self.held:
                 self.release()

@@ -533,6 +533,27 @@ def test_no_prefill_starts_while_too_many_blocks_are_held() -> None:
     worker.assert_idle()
 
 
+@pytest.mark.parametrize("state", ["waiting", "in flight", "held"])
+def test_blocks_kept_at_an_abort_stay_until_they_are_given_back(state: str) -> None:
+    worker = Worker(num_blocks=4)
+    worker.scheduler.add(request("a", prompt_of(40)), prefill_only=True, now_s=0.0)
+    if state != "waiting":
+        worker.launch()
+    if state == "held":
+        worker.complete()
+    kept = worker.scheduler.abort_keeping_blocks(RequestId("a"))
+    worker.scheduler.check()
+    if state == "in flight":
+        worker.complete()
+    assert len(kept) == (0 if state == "waiting" else 3)
+    assert worker.scheduler.load().num_free_blocks == 4 - len(kept)
+    assert worker.scheduler.load().num_held_blocks == 0
+    assert worker.scheduler.abort_keeping_blocks(RequestId("a")) == []
+    worker.scheduler.cancel(kept)
+    worker.run_all()
+    worker.assert_idle()
+
+
 # ---- decode for others
 
 
