@@ -17,7 +17,6 @@ from pd_cluster.engine.outcome import StepOutcome
 from pd_cluster.engine.plan import Engine, StepPlan, StepResult
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import Run, StepSync
-from pd_cluster.ids import RequestId
 
 AVERAGE_DECAY = 0.9
 
@@ -67,7 +66,6 @@ class EngineLoop:
         self._clock = clock
         self._work = asyncio.Event()
         self._held: StepPlan | None = None  # voted too late for the last Go
-        self._drops: list[RequestId] = []  # for the next plan that runs
         self._outcome: StepOutcome | None = None  # applied, not told yet
 
     def wake(self) -> None:
@@ -113,19 +111,15 @@ class EngineLoop:
         return plan, go.step_tokens
 
     def _plan(self, step: int) -> StepPlan:
-        """What this worker would do now. A plan without work is complete at once; what it drops goes with the next."""
+        """What this worker would do now; a plan without work needs no step."""
         self._work.clear()
         if not self._scheduler.has_work():
             return StepPlan(step=step)
         plan = self._scheduler.plan(step, self._clock.now_s())
         self._role.planned()
-        if not plan.work:
-            self._drops += plan.drop
-            self._role.stepped(self._scheduler.complete(StepResult(step=step, sampled=[])))
-            return StepPlan(step=step)
-        if self._drops:
-            plan = msgspec.structs.replace(plan, drop=self._drops + plan.drop)
-            self._drops = []
+        preempted = [] if plan.work else self._scheduler.take_preempted()
+        if preempted:  # no step will tell
+            self._role.stepped(StepOutcome(preempted=preempted))
         return plan
 
     async def _go_or_work(self) -> None:
