@@ -145,3 +145,24 @@ class Attempt(Struct, kw_only=True, eq=False):
     def settled(self) -> bool:
         """Whether the source's end of the transfer is behind us."""
         return self.adopted or self.all_pushed
+
+    # ---- what the directory adds to a worker's load until its next heartbeat
+
+    def occupy_prefill(self, port: Port, num_tokens: int) -> None:
+        self.num_prefill_tokens = num_tokens
+        port.load_prefill(self.prefill, num_tokens)
+
+    def vacate_prefill(self, port: Port) -> None:
+        if self.num_prefill_tokens:
+            port.load_prefill(self.prefill, -self.num_prefill_tokens)
+            self.num_prefill_tokens = 0
+
+    def occupy_decode(self, port: Port) -> None:
+        assert self.decode is not None
+        self.num_decode_tokens = self.num_tokens
+        port.load_decode(self.decode, self.num_tokens)
+
+    def vacate_decode(self, port: Port) -> None:
+        if self.num_decode_tokens and self.decode is not None:
+            port.load_decode(self.decode, -self.num_decode_tokens)
+            self.num_decode_tokens = 0

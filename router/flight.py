@@ -25,9 +25,7 @@ from pd_cluster.errors import (
 from pd_cluster.ids import RequestId, WorkerId, new_transfer_id
 from pd_cluster.request import NEXT, FinishReason, Phase, Request
 from router.attempt import MAX_BACKOFF_S, MIN_BACKOFF_S, Attempt, Delta, Leg, Limits, Link, Port, Timings
-
-MAX_ENGINE_ERRORS = 1
-"""A request that broke an engine is tried once more, not on every engine of the cluster."""
+from router.recovery import Remedy, remedy
 
 OVERLOAD_DELAY_S = 0.1
 """Before a request that found a full queue tries again."""
@@ -160,7 +158,7 @@ class Flight:
             self.timings.queued_s = self.timings.queued_s or self._port.now_s() - self.submitted_s
             self._move(Phase.DECODING)
         if attempt.colocated:
-            self._vacate_prefill(attempt)
+            attempt.vacate_prefill(self._port)
             self._accept(delta)
             return
         self._adopt(attempt, None)  # tokens prove it, should the word be late
@@ -188,7 +186,6 @@ class Flight:
     def _dispatch(self) -> None:
         choice = self._port.choose_prefill(self, frozenset(self._avoid))
         worker = choice.worker
-        before = self.attempt.wire_id if self.attempt is not None else None
         wire_id = RequestId(f"{self.id}~{self._num_attempts}") if self._num_attempts else self.id
         self._num_attempts += 1
         self._dispatch_at_s = self._outage_since_s = None
@@ -203,14 +200,14 @@ class Flight:
             num_tokens=len(self._token_ids),
             avoid_decode=set(self._avoid),
         )
-        self._occupy_prefill(attempt, num_new_tokens)
+        attempt.occupy_prefill(self._port, num_new_tokens)
         self.request = structs.replace(self.request, token_ids=list(self._token_ids))
-        self._port.renamed(self, before, wire_id)
+        self._port.renamed(self, None, wire_id)
         request = structs.replace(self.request, id=wire_id)
         remaining_s = self.deadline_s - self._port.now_s()
         if worker.info.can_decode:
             attempt.decode = leg
-            self._occupy_decode(attempt)
+            attempt.occupy_decode(self._port)
             self.timings.prefill_worker = self.timings.decode_worker = worker.id
             self._port.send(leg, m.Generate(request=request, deadline_s=remaining_s))
         else:
@@ -246,7 +243,7 @@ class Flight:
             return
         worker = choice.worker
         attempt.decode = Leg(worker.id, worker.epoch)
-        self._occupy_decode(attempt)
+        attempt.occupy_decode(self._port)
         attempt.link = Link(
             transfer_id=attempt.transfer_id, source=attempt.prefill, target=attempt.decode, wire_id=attempt.wire_id
         )
@@ -271,7 +268,7 @@ class Flight:
         """A decode worker will not take the request, and nothing was pushed: prefill goes on, another one is asked."""
         if attempt.decode is not None:
             attempt.avoid_decode.add(attempt.decode.worker_id)
-            self._vacate_decode(attempt)
+            attempt.vacate_decode(self._port)
         if attempt.link is not None:
             self._port.close_link(attempt.link)
         attempt.decode = attempt.link = attempt.reserve_until_s = None
@@ -302,7 +299,7 @@ class Flight:
         if self.phase is Phase.QUEUED:
             self._move(Phase.PREFILLING)
         attempt.prefilled = True
-        self._vacate_prefill(attempt)
+        attempt.vacate_prefill(self._port)
         self.timings.prefill_s = message.prefill_s
         if message.finish is not None:
             self._release()
@@ -367,30 +364,24 @@ class Flight:
             self._finish(token_ids, logprobs, delta.finish)
 
     def _on_failed(self, attempt: Attempt, leg: Leg, error: PdClusterError) -> None:
-        if isinstance(error, PeerIncompatible):
-            if attempt.link is not None:
-                self._port.mark_incompatible(attempt.link.source, attempt.link.target, error.message)
-            if leg == attempt.decode and attempt.granted_s is None and not attempt.colocated:
+        if isinstance(error, PeerIncompatible) and attempt.link is not None:
+            self._port.mark_incompatible(attempt.link.source, attempt.link.target, error.message)
+        self._num_engine_errors += isinstance(error, EngineError)
+        refused = leg == attempt.decode and attempt.granted_s is None and not attempt.colocated
+        begun = self.num_output_tokens > self._first_output
+        match remedy(error, refused=refused, begun=begun, num_engine_errors=self._num_engine_errors):
+            case Remedy.ASK_ELSEWHERE:
                 self._refused(attempt, error)
-            else:
-                self._resume(error)
-        elif isinstance(error, EngineError):
-            self._num_engine_errors += 1
-            if self._num_engine_errors > MAX_ENGINE_ERRORS:
-                self._fail(error)
-            else:
-                self._retry(error, avoid=leg)
-        elif isinstance(error, Overloaded | DeadlineExceeded) or error.retryable:
-            if leg == attempt.decode and attempt.granted_s is None and not attempt.colocated:
-                self._refused(attempt, error)
-            elif not isinstance(error, Overloaded):
-                self._retry(error, avoid=leg)
-            elif self.num_output_tokens > self._first_output:  # a stream that has begun waits rather than break
-                self._resume(error, leg, OVERLOAD_DELAY_S)
-            else:
+            case Remedy.RETRY:
+                self._retry(error, leg)
+            case Remedy.RETRY_LATER:
                 self._retry(error, leg, OVERLOAD_DELAY_S)
-        else:
-            self._fail(error)
+            case Remedy.RESUME:
+                self._resume(error)
+            case Remedy.RESUME_LATER:
+                self._resume(error, leg, OVERLOAD_DELAY_S)
+            case Remedy.FAIL:
+                self._fail(error)
 
     # ---- from one attempt to the next, or to the end
 
@@ -475,29 +466,8 @@ class Flight:
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             self._port.renamed(self, attempt.wire_id, None)
-            self._vacate_prefill(attempt)
-            self._vacate_decode(attempt)
-
-    # ---- what the directory adds to a worker's load until its next heartbeat
-
-    def _occupy_prefill(self, attempt: Attempt, num_tokens: int) -> None:
-        attempt.num_prefill_tokens = num_tokens
-        self._port.load_prefill(attempt.prefill, num_tokens)
-
-    def _vacate_prefill(self, attempt: Attempt) -> None:
-        if attempt.num_prefill_tokens:
-            self._port.load_prefill(attempt.prefill, -attempt.num_prefill_tokens)
-            attempt.num_prefill_tokens = 0
-
-    def _occupy_decode(self, attempt: Attempt) -> None:
-        assert attempt.decode is not None
-        attempt.num_decode_tokens = attempt.num_tokens
-        self._port.load_decode(attempt.decode, attempt.num_tokens)
-
-    def _vacate_decode(self, attempt: Attempt) -> None:
-        if attempt.num_decode_tokens and attempt.decode is not None:
-            self._port.load_decode(attempt.decode, -attempt.num_decode_tokens)
-            attempt.num_decode_tokens = 0
+            attempt.vacate_prefill(self._port)
+            attempt.vacate_decode(self._port)
 
     def _move(self, phase: Phase) -> None:
         assert phase in NEXT[self.phase], f"{self.id} cannot go from {self.phase} to {phase}"
