@@ -6,10 +6,8 @@ nothing awaits while it changes state, and every wait of a flight has a deadline
 
 import asyncio
 import contextlib
-import heapq
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from typing import Protocol
+from collections.abc import AsyncIterator
 
 from pd_cluster import messages as m
 from pd_cluster.clock import Clock, SystemClock
@@ -22,12 +20,14 @@ from pd_cluster.errors import (
     TransferError,
     Unavailable,
 )
-from pd_cluster.ids import EngineEpoch, RequestId, UnitHash, WorkerId
+from pd_cluster.ids import EngineEpoch, EngineId, RequestId, UnitHash, WorkerId
 from pd_cluster.kv.hashing import UnitChain
 from pd_cluster.log import get_log
 from pd_cluster.metrics import RouterMetrics
 from pd_cluster.request import UNIT_TOKENS, Phase, Request
+from router.alarms import Alarms
 from router.attempt import Delta, Leg, Limits, Link
+from router.conversations import Conversation, Conversations
 from router.directory import Directory, Health, Worker
 from router.flight import Flight
 from router.links import Links
@@ -38,13 +38,6 @@ from router.stream import TokenStream
 log = get_log(__name__)
 
 TICK_S = 0.05
-MAX_DEAD_EPOCHS = 1_000
-
-
-class Conversation(Protocol):
-    """A worker's stream, as `pd_cluster.rpc.client.ControlClient` has it."""
-
-    def send(self, messages: Iterable[m.ToWorkerMessage]) -> bool: ...
 
 
 class Pipeline:
@@ -71,14 +64,12 @@ class Pipeline:
         self._streams: dict[RequestId, TokenStream] = {}
         self._chains: dict[RequestId, UnitChain] = {}
         self._by_wire: dict[RequestId, Flight] = {}
-        self._links = Links(self.send)
-        self._legs: dict[Conversation, Leg] = {}
-        self._conversations: dict[Leg, Conversation] = {}
-        self._introduced: set[tuple[Leg, Leg]] = set()  # (source, target): the source has the target's endpoint
-        self._dead: dict[EngineEpoch, None] = {}
+        self._conversations = Conversations()
+        self._links = Links(self._conversations.send)
+        self._epochs: dict[EngineId, EngineEpoch] = {}  # the latest life of every engine ever met
         self._turn = 0
         self._num_in_phase: Counter[Phase] = Counter()
-        self._alarms: list[tuple[float, RequestId]] = []
+        self._alarms = Alarms(self._flights)
         self._changed: set[Flight] = set()
         self._lease_s = 30.0
         self._next_extension_s = 0.0
@@ -122,7 +113,7 @@ class Pipeline:
             self._drop(flight)
             self.metrics.requests.labels(error.code).inc()
             raise
-        self._schedule(flight)
+        self._alarms.keep(flight)
         return stream
 
     async def generate(self, request: Request, *, timeout_s: float | None = None) -> AsyncIterator[Delta]:
@@ -176,12 +167,17 @@ class Pipeline:
         if self._ticker is None:
             self._ticker = asyncio.create_task(self._tick_forever(), name="pipeline-ticker")
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Take nothing new, wait for what runs at most `drain_s`, cancel the rest."""
+    async def finish(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; whether it ended within `timeout_s`."""
         self._closing = True
-        give_up_s = self.now_s() + drain_s
+        give_up_s = self.now_s() + timeout_s
         while self._flights and self.now_s() < give_up_s:  # noqa: ASYNC110 (a deadline on the pipeline's clock)
             await asyncio.sleep(TICK_S)
+        return not self._flights
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take nothing new, wait for what runs at most `drain_s`, cancel the rest."""
+        await self.finish(drain_s)
         for flight in list(self._flights.values()):
             flight.cancel(Unavailable("the router is shutting down"))
         if self._ticker is not None:
@@ -201,55 +197,46 @@ class Pipeline:
     def tick(self) -> None:
         """Do what is due."""
         now_s = self.now_s()
-        while self._alarms and self._alarms[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._alarms)
-            flight = self._flights.get(request_id)
-            if flight is not None:
-                flight.alarm_s = None
-                if flight.wake_s <= now_s:
-                    flight.on_time(now_s)
-                self._schedule(flight)
-        if len(self._alarms) > 4 * len(self._flights) + 1000:
-            self._alarms = [alarm for alarm in self._alarms if alarm[1] in self._flights]
-            heapq.heapify(self._alarms)
+        for flight in self._alarms.due(now_s):
+            flight.on_time(now_s)
         self._settle()
         if now_s >= self._next_extension_s:
             self._next_extension_s = now_s + self._lease_s / 3
             self._links.extend(self._lease_s)
 
-    def _schedule(self, flight: Flight) -> None:
-        """Keep one alarm at or before the time when the flight wants to be woken."""
-        if flight.done:
-            return
-        wake_s = flight.wake_s
-        if flight.alarm_s is None or wake_s < flight.alarm_s:
-            flight.alarm_s = wake_s
-            heapq.heappush(self._alarms, (wake_s, flight.id))
-
     def _settle(self) -> None:
         while self._changed:
-            self._schedule(self._changed.pop())
+            self._alarms.keep(self._changed.pop())
 
     # ---- from the control streams
 
     def on_welcome(self, client: Conversation, info: m.WorkerInfo, epoch: EngineEpoch) -> None:
-        """A worker is there: new, restarted, or the same one again, for which nothing of ours runs any more."""
+        """A worker is there: new, restarted, or the same one again, for which nothing of ours runs any more.
+
+        One whose engine is known to be dead is a process that came back to life: it gets nothing, for its peers have
+        given its blocks away.
+        """
+        if self._conversations.is_dead(epoch):
+            log.warning("dead_worker_ignored", worker_id=info.worker_id, epoch=epoch)
+            self._conversations.forget(client)
+            return
         leg = Leg(info.worker_id, epoch)
+        before = self._epochs.get(info.engine_id)
+        if before is not None and before != epoch:
+            self.engine_dead(before)  # an engine starts anew only when every process of its last life is dead
+        self._epochs[info.engine_id] = epoch
         known = self.directory.get(info.worker_id)
         if known is not None and known.health is not Health.LOST:
             self._lose(Leg(known.id, known.epoch), "it attached again")
-        self._legs[client] = leg
-        self._conversations[leg] = client
+        self._conversations.begin(client, leg)
         self.directory.welcome(info, epoch)
         self.index.add_worker(info.worker_id, info.num_blocks * info.block_size // UNIT_TOKENS)
-        self._introduced = {pair for pair in self._introduced if leg not in pair}
-        client.send([m.EngineDead(dead=dead) for dead in self._dead if dead != epoch])
         self._links.welcomed(leg)
         log.info("worker_ready", worker_id=info.worker_id, epoch=epoch, num_blocks=info.num_blocks)
 
     def on_messages(self, client: Conversation, messages: list[m.ToRouterMessage]) -> None:
         """One batch from a worker."""
-        leg = self._legs.get(client)
+        leg = self._conversations.leg_of(client)
         worker = self.directory.get(leg.worker_id) if leg is not None else None
         if leg is None or worker is None or worker.epoch != leg.epoch:
             return
@@ -287,7 +274,7 @@ class Pipeline:
                 self._lease_s = message.lease_s
                 self._next_extension_s = min(self._next_extension_s, self.now_s() + message.lease_s / 3)
             flight.on_message(leg, message)
-            self._schedule(flight)
+            self._alarms.keep(flight)
         if isinstance(message, m.Pushed):
             self.metrics.transfer_bytes.inc(message.num_bytes)
             self.metrics.transfer_time.observe(message.seconds)
@@ -297,8 +284,8 @@ class Pipeline:
 
     def on_lost(self, client: Conversation, reason: str) -> None:
         """A worker's stream broke."""
-        leg = self._legs.get(client)
-        if leg is not None and self._conversations.get(leg) is client:
+        leg = self._conversations.leg_of(client)
+        if leg is not None and self._conversations.is_open(leg) and self._conversations.is_current(client, leg):
             self._lose(leg, reason)
         self._settle()
 
@@ -309,7 +296,7 @@ class Pipeline:
             return
         leg = Leg(worker_id, worker.epoch)
         self._lose(leg, reason)
-        self._legs = {client: known for client, known in self._legs.items() if known != leg}
+        self._conversations.forget_leg(leg)
         self.directory.remove(worker_id)
         self.index.remove_worker(worker_id)
         self._links.gone(leg)
@@ -317,23 +304,19 @@ class Pipeline:
 
     def forget(self, client: Conversation, reason: str) -> None:
         """Hang up on whoever speaks through `client`: it is removed, unless it speaks through another by now."""
-        leg = self._legs.pop(client, None)
-        if leg is not None and self._conversations.get(leg, client) is client:
+        leg = self._conversations.leg_of(client)
+        self._conversations.forget(client)
+        if leg is not None and self._conversations.is_current(client, leg):
             worker = self.directory.get(leg.worker_id)
             if worker is not None and worker.epoch == leg.epoch:
                 self.remove_worker(leg.worker_id, reason)
 
     def engine_dead(self, epoch: EngineEpoch) -> None:
         """Every process of that engine epoch is dead: the supervisor saw it. Nothing is written by it any more."""
-        self._dead[epoch] = None
-        while len(self._dead) > MAX_DEAD_EPOCHS:
-            del self._dead[next(iter(self._dead))]
         for worker in self.directory.workers:
             if worker.epoch == epoch:
                 self._lose(Leg(worker.id, epoch), "its engine died")
-        for leg, client in self._conversations.items():
-            if leg.epoch != epoch:
-                client.send([m.EngineDead(dead=epoch)])
+        self._conversations.bury(epoch)
         self._links.dead(epoch)
         self._settle()
 
@@ -345,7 +328,7 @@ class Pipeline:
             self.send(Leg(worker.id, worker.epoch), m.Drain())
 
     def _lose(self, leg: Leg, reason: str) -> None:
-        self._conversations.pop(leg, None)
+        self._conversations.end(leg)
         self.directory.lose(leg.worker_id, reason)
         for flight in list(self._by_wire.values()):
             flight.on_lost(leg, reason)
@@ -386,16 +369,13 @@ class Pipeline:
 
     def send(self, leg: Leg, message: m.ToWorkerMessage) -> None:
         """Send to a worker in that life; dropped when it is not reachable, for then it gives up what it has of ours."""
-        client = self._conversations.get(leg)
-        if client is not None:
-            client.send([message])
+        self._conversations.send(leg, message)
 
     def push(self, link: Link, granted: m.Granted, deadline_s: float) -> None:
         """Tell the source to write; with the target's endpoint the first time."""
-        pair = link.source, link.target
         target = self.directory.get(link.target.worker_id)
-        endpoint = target.info.endpoint if target is not None and pair not in self._introduced else None
-        self._introduced.add(pair)
+        is_new = self._conversations.introduce(link.source, link.target)
+        endpoint = target.info.endpoint if target is not None and is_new else None
         message = m.Push(
             request_id=link.wire_id,
             transfer_id=link.transfer_id,

@@ -70,9 +70,24 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     async def guarded() -> T:
         task = asyncio.current_task()
         assert task is not None
+        told = False
+
+        def terminate() -> None:  # not by way of SIGINT: who starts us in the background may have it ignored
+            nonlocal told
+            if told:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTERM)
+            told = True
+            task.cancel()
+
         with contextlib.suppress(NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: os.kill(os.getpid(), signal.SIGINT))
-        return await main
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        try:
+            return await main
+        except asyncio.CancelledError:
+            if told:
+                raise KeyboardInterrupt from None
+            raise
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(guarded())

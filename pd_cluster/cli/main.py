@@ -10,7 +10,10 @@ from pd_cluster.cli.config import config
 from pd_cluster.cli.demo import demo
 from pd_cluster.cli.doctor import doctor
 from pd_cluster.cli.generate import generate
+from pd_cluster.cli.prestop import prestop
+from pd_cluster.cli.router import router
 from pd_cluster.cli.serve import serve
+from pd_cluster.cli.worker import worker
 
 app = typer.Typer(
     help="Serve large language models with prefill and decode on separate pools.",
@@ -36,7 +39,7 @@ def main(
     pass
 
 
-for command in (demo, serve, generate, doctor, config):
+for command in (demo, serve, generate, router, worker, prestop, doctor, config):
     app.command()(edge.guard(command))
 app.add_typer(bench.app)
 

@@ -48,3 +48,11 @@ Launcher = Annotated[
     Literal["process", "ray"] | None, typer.Option(help="How ranks are started.", rich_help_panel=CLUSTER)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+DrainTimeout = Annotated[
+    float, typer.Option(help="Seconds that requests may take to finish when this process is told to end.", min=0)
+]
+DrainSocket = Annotated[
+    str | None, typer.Option(help="Where the preStop hook finds this process.", metavar="PATH", show_default=False)
+]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="Of this process.")]
+LogFormat = Annotated[Literal["logfmt", "json"], typer.Option(help="json: one object a line.")]

@@ -29,16 +29,22 @@ def engine_shapes(config: ClusterConfig) -> list[EngineShape]:
 
 
 def _pool(role: Role, section: EngineSection) -> list[EngineShape]:
-    return [
-        EngineShape(
-            engine_id=EngineId(f"{role}-{index}"),
-            role=role,
-            data_parallel=section.data_parallel,
-            tensor_parallel=section.tensor_parallel,
-            threads=section.threads,
-        )
-        for index in range(section.instances)
-    ]
+    return [_shape(role, section, index) for index in range(section.instances)]
+
+
+def _shape(role: Role, section: EngineSection, index: int) -> EngineShape:
+    return EngineShape(
+        engine_id=EngineId(f"{role}-{index}"),
+        role=role,
+        data_parallel=section.data_parallel,
+        tensor_parallel=section.tensor_parallel,
+        threads=section.threads,
+    )
+
+
+def engine_shape(role: Role, index: int, config: ClusterConfig) -> EngineShape:
+    """One engine of a role, whatever `instances` says: an autoscaler may have asked for more."""
+    return _shape(role, config.prefill if role == "prefill" else config.decode, index)
 
 
 def rank_specs(
