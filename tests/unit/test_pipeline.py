@@ -854,3 +854,18 @@ def test_a_link_is_not_told_of_by_a_stranger():
     links.quiet(source, TransferId("t"))
     assert [type(message) for message in sent] == [m.Abort, m.SourceStopped]
     assert len(links) == 0
+
+
+async def test_a_process_that_wakes_up_after_its_engine_was_declared_dead_gets_nothing():
+    prefill, decode = FakeWorker("prefill-0"), FakeWorker("decode-0")
+    cluster = Cluster(prefill, decode)
+    cluster.lose(prefill)
+    cluster.pipeline.engine_dead(prefill.epoch)
+    conversation = cluster.attach(prefill)
+    with pytest.raises(Unavailable):
+        cluster.pipeline.submit(request())
+    assert conversation.inbox == []
+    cluster.attach(FakeWorker("prefill-0", epoch="2"))
+    stream = cluster.pipeline.submit(request(prompt=PROMPT))
+    cluster.run()
+    assert await tokens(stream) == continuation(PROMPT, 4)
