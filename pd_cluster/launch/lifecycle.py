@@ -2,7 +2,8 @@
 
 An engine cannot go on without one of its ranks: when one dies the rest are killed, and only when all are seen dead is
 the epoch announced as dead, for then nothing of it writes any more. A first start that fails is not repeated: its cause
-is most likely the configuration, and the user waits for it.
+is most likely the configuration, and the user waits for it. An engine that served and died is started again at once,
+and after growing pauses when it dies again soon, until it is given up; when there is no room for it, it waits for some.
 """
 
 import signal
@@ -19,6 +20,8 @@ GRACE_S = 5.0
 """How long ranks may take to end by themselves when the cluster stops."""
 
 BACKOFF_S = 1.0
+"""Before the second restart; doubled for each one after it. The first comes at once."""
+
 MAX_BACKOFF_S = 30.0
 FORGIVEN_S = 300.0
 """An engine that served this long starts counting its restarts anew."""
@@ -128,6 +131,7 @@ class EngineLife:
         self.reports: dict[Rank, RankReport] = {}
         self.error: PdClusterError | None = None  # why the latest life ended
         self.num_restarts = 0
+        self._num_refusals = 0  # by the launcher, since ranks last started
         self._max_restarts = max_restarts
         self._start_timeout_s = start_timeout_s
         self._new_epoch = new_epoch
@@ -177,6 +181,7 @@ class EngineLife:
         if self.state is not State.STARTING:
             return []
         self.reports[report.rank] = report
+        self._num_refusals = 0
         if report.error is not None:
             return self._end(from_info(report.error), now_s)
         if self.missing:
@@ -198,11 +203,17 @@ class EngineLife:
         return []
 
     def not_started(self, error: PdClusterError, now_s: float) -> list[Action]:
-        """The launcher could not start the present life; none of its ranks lives."""
+        """The launcher could not start the present life; none of its ranks lives.
+
+        That costs no restart when the engine has served: nodes may be lost for longer than any restart takes.
+        """
         assert self.state is State.STARTING
         self.error = error
         self._living.clear()
         self._to(State.ENDING, now_s)
+        if self._was_ready and isinstance(error, Unavailable) and not self._stopping:
+            self._num_refusals += 1
+            return [self._back_off(now_s, self._num_refusals)]
         return self._gone(now_s)
 
     def stop(self, now_s: float) -> list[Action]:
@@ -239,10 +250,15 @@ class EngineLife:
             assert self.error is not None
             self._to(State.FAILED, now_s)
             return [dead, EngineFailed(self.engine_id, self.error.message)]
-        self._restart_at_s = now_s + min(BACKOFF_S * 2**self.num_restarts, MAX_BACKOFF_S)
         self.num_restarts += 1
+        return [self._back_off(now_s, self.num_restarts - 1)]
+
+    def _back_off(self, now_s: float, num_before: int) -> EngineDead:
+        """Wait for the next life, the longer the more often it was tried in vain."""
+        pause_s = min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S) if num_before else 0.0
+        self._restart_at_s = now_s + pause_s
         self._to(State.BACKOFF, now_s)
-        return [dead]
+        return EngineDead(self.engine_id, self._epoch())
 
     def _to(self, state: State, now_s: float) -> None:
         assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"

@@ -11,6 +11,7 @@ from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.lifecycle import (
     FORGIVEN_S,
     GRACE_S,
+    MAX_BACKOFF_S,
     NEXT,
     EngineDead,
     EngineFailed,
@@ -81,18 +82,20 @@ def test_one_dead_rank_takes_the_rest_and_death_is_announced_only_when_all_are_d
     assert engine.error.message.splitlines() == ["rank 1 died", "also: rank 2 lost rank 1"]
 
 
-def test_an_engine_restarts_with_a_new_epoch_after_growing_pauses_until_it_is_given_up() -> None:
-    engine = ready(life(num_ranks=1, max_restarts=2))
+def test_an_engine_restarts_with_a_new_epoch_at_once_then_after_growing_pauses_until_it_is_given_up() -> None:
+    engine = ready(life(num_ranks=1, max_restarts=3))
     engine.exited(Rank(0), "first", 10.0)
-    assert engine.tick(10.9) == []
-    assert engine.tick(11.0) == [Start(EngineEpoch("e2"))]
+    assert engine.tick(10.0) == [Start(EngineEpoch("e2"))]
     engine.reported(report(0), 12.0)
     engine.exited(Rank(0), "second", 20.0)
-    assert engine.tick(21.9) == []
-    assert engine.tick(22.0) == [Start(EngineEpoch("e3"))]
-    dead, failed = engine.exited(Rank(0), "third", 23.0)
-    assert dead == EngineDead(ID, EngineEpoch("e3"))
-    assert failed == EngineFailed(ID, "third")
+    assert engine.tick(20.9) == []
+    assert engine.tick(21.0) == [Start(EngineEpoch("e3"))]
+    engine.exited(Rank(0), "third", 22.0)
+    assert engine.tick(23.9) == []
+    assert engine.tick(24.0) == [Start(EngineEpoch("e4"))]
+    dead, failed = engine.exited(Rank(0), "fourth", 25.0)
+    assert dead == EngineDead(ID, EngineEpoch("e4"))
+    assert failed == EngineFailed(ID, "fourth")
     assert engine.tick(1e6) == []
 
 
@@ -140,12 +143,25 @@ def test_a_start_past_its_deadline_names_the_ranks_that_are_missing() -> None:
     assert "ranks 0, 2 did not report" in engine.error.message
 
 
-def test_a_launcher_that_cannot_start_a_successor_costs_one_restart() -> None:
-    engine = ready(life(num_ranks=1, max_restarts=2))
-    engine.exited(Rank(0), "died", 0.0)
-    engine.tick(1.0)
-    assert engine.not_started(Unavailable("no room"), 1.0) == [EngineDead(ID, EngineEpoch("e2"))]
-    assert engine.tick(3.0) == [Start(EngineEpoch("e3"))]
+def test_an_engine_that_has_served_waits_for_room_as_long_as_it_takes() -> None:
+    engine = ready(life(num_ranks=1, max_restarts=1))
+    engine.exited(Rank(0), "its node died", 0.0)
+    now_s = 0.0
+    for number in range(2, 20):
+        assert engine.tick(now_s) == [Start(EngineEpoch(f"e{number}"))]
+        assert engine.not_started(Unavailable("no room"), now_s) == [EngineDead(ID, EngineEpoch(f"e{number}"))]
+        assert engine.tick(now_s + 0.9) == []
+        now_s += MAX_BACKOFF_S
+    engine.tick(now_s)
+    engine.reported(report(0), now_s)
+    assert engine.state is State.READY
+    assert engine.exited(Rank(0), "died", now_s)[-1] == EngineFailed(ID, "died")
+
+
+def test_a_first_start_without_room_is_not_repeated() -> None:
+    engine = life(num_ranks=1)
+    engine.tick(0.0)
+    assert engine.not_started(Unavailable("no room"), 1.0)[-1] == EngineFailed(ID, "no room")
 
 
 def test_stop_asks_first_and_kills_those_that_do_not_end() -> None:
