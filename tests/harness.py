@@ -4,6 +4,7 @@ Each rank has its own engine and transfer threads; only processes are missing. A
 """
 
 import asyncio
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,12 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 from msgspec import Struct
 
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.engine.plan import TokenLogprobs
 from pd_cluster.ids import EngineId, RequestId, TransferId, WorkerId, new_epoch
 from pd_cluster.kv.layout import KvLayout
+from pd_cluster.launch import parts
 from pd_cluster.launch.meeting import Board, LocalRendezvous
 from pd_cluster.launch.parts import BackendFactory, nixl_backend
 from pd_cluster.launch.rank import RankServer
@@ -28,6 +31,7 @@ from pd_cluster.request import FinishReason, Phase, Request, SamplingParams
 from pd_cluster.transfer.contract import Arena, Backend, Event, RankEndpoint, Write
 from pd_cluster.transfer.faulty import Faults, FaultyBackend
 from pd_cluster.transfer.local import LocalBackend, LocalFabric
+from prefill_worker.pushes import Pushes
 from router.app import Router
 from router.attempt import Timings
 
@@ -98,6 +102,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float
     return time.monotonic() - started_s
 
 
+def push_unit_by_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make prefill ranks write every 16 tokens as they are computed, so that short prompts take many writes."""
+    monkeypatch.setattr(parts, "Pushes", functools.partial(Pushes, min_write_units=1))
+
+
 class HoldingBackend:
     """Posts nothing while its hold is on, and forgets nothing: as with RDMA, what was posted cannot be recalled."""
 
@@ -152,13 +161,26 @@ class Faulty:
 
     def __init__(self, faults: Faults, seed: int) -> None:
         self.backends: list[FaultyBackend] = []
-        self._faults = faults
+        self._on, self._off = faults, Faults()
         self._seed = seed
+        self.start()
 
     def wrap(self, spec: RankSpec, inner: Backend) -> Backend:
-        backend = FaultyBackend(inner, self._faults, self._seed * 1000 + len(self.backends))
+        backend = FaultyBackend(inner, self._now, self._seed * 1000 + len(self.backends))
         self.backends.append(backend)
         return backend
+
+    def start(self) -> None:
+        self._set(self._on)
+
+    def stop(self) -> None:
+        """No new faults; what was dropped stays dropped."""
+        self._set(self._off)
+
+    def _set(self, faults: Faults) -> None:
+        self._now = faults
+        for backend in self.backends:
+            backend._faults = faults
 
     @property
     def num_injected(self) -> dict[str, int]:
@@ -257,6 +279,7 @@ class LocalCluster:
         """A new life of an engine."""
         shape = next(shape for shape in engine_shapes(self.config) if shape.engine_id == EngineId(engine_id))
         await self._start_engine(shape)
+        await asyncio.wait_for(self.router.until_ready(len(self.leads())), 30)
 
     # ---- requests
 
