@@ -85,6 +85,7 @@ def kept_from_a_longer_chunk(length: int, prefill_hit: str, decode_hit: str) -> 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_request_alone_is_bitwise_the_same_whatever_is_cached_on_either_side(model: str) -> None:
     shape = {"tensor_parallel": 2}
+    num_equal = 0
     async with unsplit(model, **shape) as whole, split(model, **shape) as pools:
         for length in LENGTHS:
             for hit in HITS:
@@ -96,6 +97,8 @@ async def test_a_request_alone_is_bitwise_the_same_whatever_is_cached_on_either_
                         assert bits(output)[1] == pytest.approx(expected[1], abs=2e-5)
                     else:
                         assert bits(output) == expected, (length, hit, decode_hit)
+                        num_equal += 1
+    print(f"{num_equal} of {len(LENGTHS) * len(HITS) ** 2} combinations of length and hits are bitwise equal")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -128,3 +131,4 @@ async def test_under_concurrency_only_near_ties_diverge(model: str) -> None:
         )
     num_equal = sum(a.token_ids == b.token_ids for a, b in zip(sampled, again, strict=True))
     assert num_equal >= 0.99 * len(prompts)
+    print(f"{num_equal} of {len(prompts)} seeded texts equal across layouts and batches")
