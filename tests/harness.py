@@ -316,10 +316,16 @@ class LocalCluster:
     # ---- what must hold at the end
 
     def leads(self, role: str | None = None) -> list[RankServer]:
-        return [rank for rank in self.ranks if rank.spec.is_lead and role in (None, rank.spec.role)]
+        leads = [rank for rank in self.ranks if rank.spec.is_lead and role in (None, rank.spec.role)]
+        return sorted(leads, key=lambda lead: lead.spec.worker_id)
 
     def lead(self, worker_id: WorkerId) -> RankServer:
         return next(rank for rank in self.leads() if rank.spec.worker_id == worker_id)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all workers' control ports."""
+        return [address_of(lead) for lead in self.leads()]
 
     def load(self, role: str) -> WorkerLoad:
         """Of the first worker of that role, as it would report it now."""
