@@ -8,6 +8,7 @@
     |  |- ContextTooLong       400 INVALID_ARGUMENT     (code context_length_exceeded)
     |  |- UnknownModel         404 NOT_FOUND
     |  |- DuplicateRequest     409 ALREADY_EXISTS
+    |  |- PoisonRequest        400 INVALID_ARGUMENT     it took down two workers
     |- Overloaded              429 RESOURCE_EXHAUSTED   retry later
     |- Unavailable             503 UNAVAILABLE          retryable: no worker is ready, or it drains
     |  |- WorkerLost           503 UNAVAILABLE          retryable: a worker died under the request
@@ -85,6 +86,10 @@ class DuplicateRequest(RequestError):
     code = "duplicate_request"
     http_status = 409
     grpc_status = "ALREADY_EXISTS"
+
+
+class PoisonRequest(RequestError):
+    code = "poison_request"
 
 
 class Overloaded(PdClusterError):

@@ -122,6 +122,7 @@ class Attempt(Struct, kw_only=True, eq=False):
     decode: Leg | None = None  # equal to `prefill` when one worker does it all
     link: Link | None = None
     granted_s: float | None = None
+    started: bool = False  # prefill computes, or did
     prefilled: bool = False
     adopted: bool = False
     num_prefill_tokens: int = 0  # as told to the directory
@@ -145,6 +146,12 @@ class Attempt(Struct, kw_only=True, eq=False):
     def settled(self) -> bool:
         """Whether the source's end of the transfer is behind us."""
         return self.adopted or self.all_pushed
+
+    def computes_at(self, leg: Leg) -> bool:
+        """Whether that worker has the request in its steps."""
+        if leg == self.decode and self.adopted:
+            return True
+        return leg == self.prefill and self.started and not self.prefilled
 
     # ---- what the directory adds to a worker's load until its next heartbeat
 

@@ -6,6 +6,8 @@ mistaken for the present one. Tokens reach the client once and in order: an atte
 given, and an index that repeats or leaves a gap is noticed.
 """
 
+from collections.abc import Collection
+
 from msgspec import structs
 
 from pd_cluster import messages as m
@@ -22,9 +24,10 @@ from pd_cluster.errors import (
     WorkerLost,
     from_info,
 )
-from pd_cluster.ids import RequestId, WorkerId, new_transfer_id
+from pd_cluster.ids import EngineEpoch, RequestId, WorkerId, new_transfer_id
 from pd_cluster.request import NEXT, FinishReason, Phase, Request
 from router.attempt import MAX_BACKOFF_S, MIN_BACKOFF_S, Attempt, Delta, Leg, Limits, Link, Port, Timings
+from router.deaths import Deaths
 from router.recovery import Remedy, remedy
 
 OVERLOAD_DELAY_S = 0.1
@@ -50,6 +53,7 @@ class Flight:
         self._token_ids = list(request.token_ids)
         self._num_attempts = 0
         self._num_engine_errors = 0
+        self._deaths = Deaths()
         self._avoid: set[WorkerId] = set()
         self._dispatch_at_s: float | None = None
         self._outage_since_s: float | None = None
@@ -127,6 +131,7 @@ class Flight:
         from_prefill, from_decode = leg == attempt.prefill, leg == attempt.decode
         match message:
             case m.Started() if attempt.colocated and from_prefill:
+                attempt.started = True
                 self._note_start(message)
             case m.Started() if from_prefill and message.transfer_id == attempt.transfer_id:
                 self._on_started(attempt, message)
@@ -156,6 +161,7 @@ class Flight:
             return
         if attempt.colocated and self.phase is Phase.QUEUED:
             self.timings.queued_s = self.timings.queued_s or self._port.now_s() - self.submitted_s
+            attempt.started = True
             self._move(Phase.DECODING)
         if attempt.colocated:
             attempt.vacate_prefill(self._port)
@@ -173,13 +179,36 @@ class Flight:
         if attempt is None or self.done:
             return
         error = WorkerLost(f"{leg.worker_id} was lost: {reason}")
+        if attempt.computes_at(leg):
+            self._deaths.lost(leg)
         if leg == attempt.decode:
             if attempt.colocated or attempt.adopted or (attempt.link is not None and attempt.link.push_sent):
-                self._retry(error, avoid=leg)
+                self._retry(error, leg, self._deaths.hold_s)
             else:
                 self._refused(attempt, error)
         elif leg == attempt.prefill and not (attempt.prefilled and (attempt.adopted or attempt.all_pushed)):
-            self._retry(error, avoid=leg)
+            self._retry(error, leg, self._deaths.hold_s)
+
+    def on_dead(self, epoch: EngineEpoch, first: Collection[WorkerId] | None) -> None:
+        """An engine is dead, after its loss was told; `first` of its workers died by themselves. None: not known."""
+        error = self._deaths.dead(epoch, first)
+        if self.done:
+            return
+        if error is not None:
+            self._fail(error)
+        else:
+            self._look_again()
+
+    def on_welcome(self, epoch: EngineEpoch) -> None:
+        """A worker is there, new or again."""
+        self._deaths.alive(epoch)
+        if not self.done:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """What kept the request from a worker may be over."""
+        if self._dispatch_at_s is not None and not self._deaths.hold_s:
+            self._redispatch()
 
     # ---- an attempt
 
@@ -218,6 +247,7 @@ class Flight:
     def _on_started(self, attempt: Attempt, message: m.Started) -> None:
         if self.phase is not Phase.QUEUED:
             return
+        attempt.started = True
         self._move(Phase.PREFILLING)
         self._note_start(message)
         self._reserve(attempt)

@@ -7,7 +7,7 @@ nothing awaits while it changes state, and every wait of a flight has a deadline
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from pd_cluster import messages as m
 from pd_cluster.clock import Clock, SystemClock
@@ -232,6 +232,9 @@ class Pipeline:
         self.directory.welcome(info, epoch)
         self.index.add_worker(info.worker_id, info.num_blocks * info.block_size // UNIT_TOKENS)
         self._links.welcomed(leg)
+        for flight in self.flights:
+            flight.on_welcome(epoch)
+        self._settle()
         log.info("worker_ready", worker_id=info.worker_id, epoch=epoch, num_blocks=info.num_blocks)
 
     def on_messages(self, client: Conversation, messages: list[m.ToRouterMessage]) -> None:
@@ -311,13 +314,18 @@ class Pipeline:
             if worker is not None and worker.epoch == leg.epoch:
                 self.remove_worker(leg.worker_id, reason)
 
-    def engine_dead(self, epoch: EngineEpoch) -> None:
-        """Every process of that engine epoch is dead: the supervisor saw it. Nothing is written by it any more."""
+    def engine_dead(self, epoch: EngineEpoch, first: Collection[WorkerId] | None = None) -> None:
+        """Every process of that engine epoch is dead: the supervisor saw it. Nothing is written by it any more.
+
+        `first` of its workers died by themselves, the others were ended for their sake; None: not known.
+        """
         for worker in self.directory.workers:
             if worker.epoch == epoch:
                 self._lose(Leg(worker.id, epoch), "its engine died")
         self._conversations.bury(epoch)
         self._links.dead(epoch)
+        for flight in self.flights:
+            flight.on_dead(epoch, first)
         self._settle()
 
     def drain(self, worker_id: WorkerId) -> None:

@@ -103,7 +103,7 @@ class Cluster:
                 for address in event.addresses:
                     self.router.remove_worker(address)
             case EngineDead():
-                self.router.pipeline.engine_dead(event.epoch)
+                self.router.pipeline.engine_dead(event.epoch, self.supervisor.workers_of(event.engine_id, event.first))
             case _:
                 pass
         if self._on_event is not None:

@@ -83,10 +83,14 @@ class EngineLost(Struct, frozen=True):
 
 
 class EngineDead(Struct, frozen=True):
-    """Every process of the epoch is dead: nothing of it writes any more."""
+    """Every process of the epoch is dead: nothing of it writes any more.
+
+    `first`: the ranks that were found dead while the engine served; the others were killed, or died, for their sake.
+    """
 
     engine_id: EngineId
     epoch: EngineEpoch
+    first: frozenset[Rank] = frozenset()
 
 
 class EngineFailed(Struct, frozen=True):
@@ -136,6 +140,7 @@ class EngineLife:
         self._start_timeout_s = start_timeout_s
         self._new_epoch = new_epoch
         self._living: set[Rank] = set()
+        self._first_dead: set[Rank] = set()
         self._was_ready = False
         self._stopping = False
         self._since_s = 0.0  # when the present state began
@@ -158,6 +163,7 @@ class EngineLife:
             self.reports = {}
             self.error = None
             self._living = {Rank(rank) for rank in range(self.num_ranks)}
+            self._first_dead = set()
             self._to(State.STARTING, now_s)
             return [Start(self.epoch)]
         if self.state is State.STARTING and now_s - self._since_s >= self._start_timeout_s:
@@ -193,6 +199,9 @@ class EngineLife:
     def exited(self, rank: Rank, reason: str | None, now_s: float) -> list[Action]:
         """A rank of the present life is dead; `reason` is None when it was killed as decided here."""
         self._living.discard(rank)
+        seen_together = self.state is State.ENDING and self._first_dead and now_s == self._since_s
+        if self.state is State.READY or (seen_together and reason):
+            self._first_dead.add(rank)
         if self.state is State.ENDING and not self._stopping and reason and isinstance(self.error, Unavailable):
             # the rank that was seen dead first may have died of another's death
             self.error = Unavailable(f"{self.error.message}\nalso: {reason.splitlines()[0]}")
@@ -241,7 +250,7 @@ class EngineLife:
         return [EngineLost(self.engine_id, self._epoch(), self.addresses, reason, expected)]
 
     def _gone(self, now_s: float) -> list[Action]:
-        dead = EngineDead(self.engine_id, self._epoch())
+        dead = self._dead()
         if self._stopping:
             self._to(State.STOPPED, now_s)
             return [dead]
@@ -258,7 +267,10 @@ class EngineLife:
         pause_s = min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S) if num_before else 0.0
         self._restart_at_s = now_s + pause_s
         self._to(State.BACKOFF, now_s)
-        return EngineDead(self.engine_id, self._epoch())
+        return self._dead()
+
+    def _dead(self) -> EngineDead:
+        return EngineDead(self.engine_id, self._epoch(), frozenset(self._first_dead))
 
     def _to(self, state: State, now_s: float) -> None:
         assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"

@@ -8,7 +8,7 @@ thread of the supervisor's own, which lives as long as the ranks; the ranks' lea
 import asyncio
 import functools
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
@@ -18,7 +18,7 @@ from msgspec import Struct
 from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.config import ClusterConfig
 from pd_cluster.errors import PdClusterError
-from pd_cluster.ids import EngineId, Rank, new_epoch
+from pd_cluster.ids import EngineId, Rank, WorkerId, new_epoch, worker_id
 from pd_cluster.launch.launcher import Launcher, RankHandle
 from pd_cluster.launch.lifecycle import (
     Action,
@@ -137,6 +137,11 @@ class Supervisor:
     @property
     def num_ranks(self) -> int:
         return sum(engine.shape.num_ranks for engine in self.engines.values())
+
+    def workers_of(self, engine_id: EngineId, ranks: Iterable[Rank]) -> frozenset[WorkerId]:
+        """The workers that those ranks of an engine belong to."""
+        tensor_parallel = self.engines[engine_id].shape.tensor_parallel
+        return frozenset(worker_id(engine_id, rank // tensor_parallel) for rank in ranks)
 
     async def start(self) -> None:
         """Start all engines and wait until they serve. Raises the error of the first that cannot; then call `stop`."""

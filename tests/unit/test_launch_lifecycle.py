@@ -77,9 +77,19 @@ def test_one_dead_rank_takes_the_rest_and_death_is_announced_only_when_all_are_d
     assert lost == EngineLost(ID, epoch, ["h:0", "h:1", "h:2"], "rank 1 died")
     assert kill == Kill(epoch)
     assert engine.exited(Rank(0), None, 5.1) == []
-    assert engine.exited(Rank(2), "rank 2 lost rank 1\nand its log", 5.2) == [EngineDead(ID, epoch)]
+    assert engine.exited(Rank(2), "rank 2 lost rank 1\nand its log", 5.2) == [
+        EngineDead(ID, epoch, frozenset({Rank(1)}))
+    ]
     assert engine.error is not None
     assert engine.error.message.splitlines() == ["rank 1 died", "also: rank 2 lost rank 1"]
+
+
+def test_ranks_found_dead_together_are_told_apart_from_those_that_die_for_their_sake() -> None:
+    engine = ready(life(num_ranks=4))
+    engine.exited(Rank(1), "SIGSEGV", 5.0)
+    engine.exited(Rank(3), "SIGSEGV", 5.0)
+    engine.exited(Rank(2), "lost rank 1", 5.1)
+    assert engine.exited(Rank(0), None, 5.2) == [EngineDead(ID, EngineEpoch("e1"), frozenset({Rank(1), Rank(3)}))]
 
 
 def test_an_engine_restarts_with_a_new_epoch_at_once_then_after_growing_pauses_until_it_is_given_up() -> None:
@@ -94,7 +104,7 @@ def test_an_engine_restarts_with_a_new_epoch_at_once_then_after_growing_pauses_u
     assert engine.tick(23.9) == []
     assert engine.tick(24.0) == [Start(EngineEpoch("e4"))]
     dead, failed = engine.exited(Rank(0), "fourth", 25.0)
-    assert dead == EngineDead(ID, EngineEpoch("e4"))
+    assert dead == EngineDead(ID, EngineEpoch("e4"))  # it had not served
     assert failed == EngineFailed(ID, "fourth")
     assert engine.tick(1e6) == []
 
@@ -107,7 +117,7 @@ def test_an_engine_that_served_long_is_forgiven_its_restarts() -> None:
     engine.tick(1.0 + FORGIVEN_S)
     assert engine.exited(Rank(0), "second", 2.0 + FORGIVEN_S) == [
         EngineLost(ID, EngineEpoch("e2"), ["h:0"], "second"),
-        EngineDead(ID, EngineEpoch("e2")),
+        EngineDead(ID, EngineEpoch("e2"), frozenset({Rank(0)})),
     ]
     assert engine.state is State.BACKOFF
 

@@ -128,7 +128,7 @@ async def test_a_dead_rank_takes_its_engine_only_and_a_new_life_follows(monkeypa
         assert isinstance(lost, EngineLost)
         assert lost.addresses == ["h:decode-0:0", "h:decode-0:1"]
         assert "decode-0.1 was killed by SIGSEGV" in lost.reason
-        assert dead == EngineDead(EngineId("decode-0"), victim.spec.epoch)
+        assert dead == EngineDead(EngineId("decode-0"), victim.spec.epoch, frozenset({Rank(1)}))
         assert isinstance(up, EngineUp)
         assert up.epoch != victim.spec.epoch
         assert [r.calls for r in launcher.named("decode-0.0")] == [["kill"], []]
