@@ -23,6 +23,27 @@ def transfer(
     _print(run(total_bytes=total_mib << 20), json)
 
 
+@app.command()
+@edge.guard
+def streams(
+    url: Annotated[
+        str | None, typer.Option(help="A running server, ours or another's; by default one is started.")
+    ] = None,
+    pid: Annotated[int | None, typer.Option(help="The process of that server to account.")] = None,
+    model: Annotated[str, typer.Option(help="The model's name there.")] = "demo",
+    num: Annotated[list[int] | None, typer.Option(help="Streams at once; may be repeated.", min=1)] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=1)] = 64,
+    json: options.AsJson = False,
+) -> None:
+    """CPU time of the HTTP server's process for each streamed token."""
+    from pd_cluster.bench.streams import run
+
+    for name, result in run(
+        url=url, pid=pid, model=model, streams=tuple(num or (32, 128, 512)), num_tokens=tokens
+    ).items():
+        _print({"load": name} | result, json)
+
+
 def _print(result: dict[str, Any], json: bool) -> None:
     if json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
