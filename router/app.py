@@ -113,6 +113,11 @@ class Router:
             client.start()
             self._clients[address] = client
 
+    def is_attached(self, address: str) -> bool:
+        """Whether the worker at `host:port` answers."""
+        client = self._clients.get(address)
+        return client is not None and client.attached
+
     def remove_worker(self, address: str) -> None:
         """Hang up and forget the worker; its requests go on elsewhere. Unknown addresses are fine."""
         client = self._clients.pop(address, None)

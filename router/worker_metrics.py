@@ -24,6 +24,7 @@ class WorkerMetrics(Snapshot):
             "num_requests_waiting": ("Requests in the worker's line", lambda w: w.load.num_waiting),
             "num_waiting_tokens": ("Prompt tokens not computed yet", lambda w: w.load.num_waiting_tokens),
             "num_context_tokens": ("KV tokens of running sequences", lambda w: w.load.num_context_tokens),
+            "kv_blocks": ("KV blocks of the worker", lambda w: w.info.num_blocks),
             "kv_cache_usage_ratio": ("Share of KV blocks in use", _usage),
             "pending_sends": ("Transfers that this worker still has to push", lambda w: w.load.num_pending_sends),
             "pending_reservations": ("Requests that wait for blocks", lambda w: w.load.num_pending_reservations),
@@ -33,9 +34,9 @@ class WorkerMetrics(Snapshot):
             "expert_load_imbalance_ratio": ("Tokens of the busiest expert over the mean", _imbalance),
         }
         for name, (documentation, value) in simple.items():
-            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=["worker"])
+            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=["worker", "role"])
             for worker in workers:
-                gauge.add_metric([worker.id], value(worker))
+                gauge.add_metric([worker.id, _role(worker)], value(worker))
             yield gauge
         yield from self._stranded(workers)
 
@@ -44,13 +45,12 @@ class WorkerMetrics(Snapshot):
             PREFIX + "worker_up", "1 in the state that it is in", labels=["worker", "role", "health"]
         )
         for worker in workers:
-            role = "prefill" if not worker.info.can_decode else "colocated" if worker.info.can_prefill else "decode"
             for health in Health:
-                gauge.add_metric([worker.id, role, health.value], float(worker.health is health))
+                gauge.add_metric([worker.id, _role(worker), health.value], float(worker.health is health))
         return gauge
 
     def _stranded(self, workers: Sequence[Worker]) -> Iterable[Metric]:
-        labels = ["worker", "state"]
+        labels = ["worker", "role", "state"]
         blocks = GaugeMetricFamily(PREFIX + "stranded_kv_blocks", "KV blocks that nobody can use", labels=labels)
         num_bytes = GaugeMetricFamily(PREFIX + "stranded_kv_bytes", "Their size", labels=labels)
         for worker in workers:
@@ -61,10 +61,14 @@ class WorkerMetrics(Snapshot):
                 "quarantined": load.num_quarantined_blocks,
             }
             for state, count in states.items():
-                blocks.add_metric([worker.id, state], count)
-                num_bytes.add_metric([worker.id, state], count * worker.info.block_bytes)
+                blocks.add_metric([worker.id, _role(worker), state], count)
+                num_bytes.add_metric([worker.id, _role(worker), state], count * worker.info.block_bytes)
         yield blocks
         yield num_bytes
+
+
+def _role(worker: Worker) -> str:
+    return "prefill" if not worker.info.can_decode else "colocated" if worker.info.can_prefill else "decode"
 
 
 def _usage(worker: Worker) -> float:

@@ -447,9 +447,9 @@ async def test_metrics_show_requests_workers_and_stranded_kv(system):
     for line in (
         'pd_cluster_requests_total{outcome="stop"} 1.0',
         'pd_cluster_worker_up{health="ready",role="prefill",worker="prefill-0/0"} 1.0',
-        'pd_cluster_stranded_kv_blocks{state="quarantined",worker="decode-0/0"} 0.0',
+        'pd_cluster_stranded_kv_blocks{role="decode",state="quarantined",worker="decode-0/0"} 0.0',
         'pd_cluster_http_requests_total{route="/v1/completions",status="200"} 1.0',
-        'pd_cluster_kv_cache_usage_ratio{worker="decode-0/0"} 0.0',
+        'pd_cluster_kv_cache_usage_ratio{role="decode",worker="decode-0/0"} 0.0',
         "pd_cluster_time_to_first_token_seconds_count 1.0",
         "pd_cluster_kv_transfer_seconds_count 1.0",
     ):
