@@ -256,17 +256,19 @@ class LocalCluster:
 
     # ---- engines come and go
 
-    async def stop_engine(self, engine_id: str) -> list[RankServer]:
+    def engine(self, engine_id: str) -> list[RankServer]:
+        """Its running ranks, of every life that still runs."""
+        return [rank for rank in self.ranks if rank.spec.engine_id == engine_id]
+
+    async def kill(self, ranks: list[RankServer]) -> None:
         """End an engine's ranks as if they had died: their streams break, and nobody has said that they are dead.
 
         Only for engines of one rank: the others of a larger one would wait for it in a collective.
         """
-        ranks = [rank for rank in self.ranks if rank.spec.engine_id == engine_id]
-        assert len(ranks) == 1, engine_id
+        assert all(rank.spec.num_ranks == 1 for rank in ranks)
         self.ranks = [rank for rank in self.ranks if rank not in ranks]
         self._stopped += ranks
         await self._stop(ranks)
-        return ranks
 
     def bury(self, ranks: list[RankServer]) -> None:
         """What the supervisor says once it has seen every process of an engine dead."""
@@ -279,7 +281,10 @@ class LocalCluster:
         """A new life of an engine."""
         shape = next(shape for shape in engine_shapes(self.config) if shape.engine_id == EngineId(engine_id))
         await self._start_engine(shape)
-        await asyncio.wait_for(self.router.until_ready(len(self.leads())), 30)
+        leads = [rank for rank in self.ranks if rank.spec.is_lead]
+        epochs = {lead.spec.worker_id: lead.spec.epoch for lead in leads}  # of the newest life
+        directory = self.router.directory
+        await until(lambda: {worker.id: worker.epoch for worker in directory.workers if worker.is_ready} == epochs, 30)
 
     # ---- requests
 
@@ -339,10 +344,8 @@ class LocalCluster:
         return sum(rank.layout.unit_bytes for rank in endpoint.ranks)  # type: ignore[union-attr]
 
     def is_free(self) -> bool:
-        """No request, reservation, transfer or quarantine is left on either side."""
-        return self.router.pipeline.idle() and all(
-            lead.part is not None and lead.part.worker is not None and lead.part.worker.idle for lead in self.leads()
-        )
+        """No request, reservation, transfer or quarantine is left on either side, and every block is free."""
+        return self.router.pipeline.idle() and all(_is_free(lead) for lead in self.leads())
 
     async def until_free(self, timeout_s: float = 10.0) -> float:
         """Wait until nothing is left; the seconds it took. Fails after `timeout_s`, saying who still holds what."""
@@ -370,6 +373,15 @@ class LocalCluster:
             assert lead.part is not None
             assert lead.part.scheduler is not None
             lead.part.scheduler.clear_prefix_cache()
+
+
+def _is_free(lead: RankServer) -> bool:
+    part, engine = lead.part, lead.engine
+    assert part is not None
+    assert part.worker is not None
+    assert part.scheduler is not None
+    assert engine is not None
+    return part.worker.idle and part.scheduler.load().num_free_blocks == engine.num_blocks
 
 
 def address_of(lead: RankServer) -> str:

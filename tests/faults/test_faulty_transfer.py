@@ -133,7 +133,8 @@ async def test_bytes_that_may_still_land_keep_their_blocks_in_sight_until_their_
             assert decode.oldest_stranded_s > 0.3
             assert check(await ask(cluster, prompts, f"meanwhile-{victim}"), expected)["right"] == len(prompts)
             assert not cluster.is_free()
-            dead = await cluster.stop_engine(f"{victim}-0")
+            dead = cluster.engine(f"{victim}-0")
+            await cluster.kill(dead)
             await asyncio.sleep(0.05)
             if victim == "prefill":
                 assert cluster.load(witness).num_quarantined_blocks == num_blocks, "a broken stream is no proof"
