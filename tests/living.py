@@ -1,0 +1,187 @@
+"""A whole cluster of real processes, killed and stopped under running requests, and what must hold afterwards."""
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from harness import Output, request
+
+from pd_cluster.config import ClusterConfig, load_config
+from pd_cluster.ids import EngineId, Rank, RequestId
+from pd_cluster.launch.cluster import Cluster
+from pd_cluster.launch.lifecycle import EngineDead, EngineEvent
+from pd_cluster.messages import WorkerLoad
+from pd_cluster.request import Phase, Request
+from router.attempt import Attempt, Timings
+from router.pipeline import Pipeline
+
+STRANDED = (
+    "num_waiting",
+    "num_running",
+    "num_reserved_blocks",
+    "num_held_blocks",
+    "num_quarantined_blocks",
+    "num_pending_reservations",
+    "num_pending_sends",
+)
+
+
+def config_of(model: str, **values: Any) -> ClusterConfig:
+    """Exact, small, and slow enough at prefill to be caught at it; keys are dotted with __."""
+    defaults = {
+        "model.path": model,
+        "model.dtype": "float32",
+        "kv.block_size": 16,
+        "kv.num_blocks": 128,
+        "prefill.max_num_batched_tokens": 16,
+        "router.http_port": 0,
+        "router.grpc": False,
+    }
+    return load_config(values=defaults | {key.replace("__", "."): value for key, value in values.items()})
+
+
+async def generate(
+    pipeline: Pipeline, made: Request, on_token: Callable[[int], Awaitable[None]] | None = None
+) -> Output:
+    """The whole answer; `on_token` is awaited with the number of tokens so far."""
+    output = Output([], [], None, Timings())
+    async for delta in pipeline.generate(made):
+        output.token_ids += delta.token_ids
+        output.logprobs += delta.logprobs or []
+        if on_token is not None:
+            await on_token(len(output.token_ids))
+        if delta.finish is not None:
+            assert delta.timings is not None
+            output.finish, output.timings = delta.finish, delta.timings
+    return output
+
+
+class LivingCluster:
+    """`async with LivingCluster(config) as cluster`: ranks are processes; at the end every block is accounted for."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.cluster = Cluster(config, on_event=self._on_event)
+        self.events: list[EngineEvent] = []
+        self._num_requests = 0
+
+    async def __aenter__(self) -> Self:
+        await self.cluster.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await self.until_accounted()
+        finally:
+            await self.cluster.__aexit__(kind, error, trace)
+
+    def _on_event(self, event: EngineEvent) -> None:
+        self.events.append(event)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self.cluster.router.pipeline
+
+    @property
+    def num_workers(self) -> int:
+        return sum(engine.shape.data_parallel for engine in self.cluster.supervisor.engines.values())
+
+    def pid(self, engine: str, rank: int = 0) -> int:
+        return self.cluster.supervisor.engines[EngineId(engine)].pids[Rank(rank)]
+
+    def signal(self, number: signal.Signals, engine: str, rank: int = 0) -> float:
+        """Send a signal to a rank; the time."""
+        os.kill(self.pid(engine, rank), number)
+        return time.monotonic()
+
+    def kill(self, engine: str, rank: int = 0) -> float:
+        return self.signal(signal.SIGKILL, engine, rank)
+
+    # ---- requests
+
+    async def greedy(
+        self,
+        token_ids: Sequence[int],
+        on_token: Callable[[int], Awaitable[None]] | None = None,
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> Output:
+        """Every request has a salt of its own, so that none finds its prefix cached."""
+        self._num_requests += 1
+        made = request(token_ids, request_id or f"r{self._num_requests}", salt=f"s{self._num_requests}", **sampling)
+        return await generate(self.pipeline, made, on_token)
+
+    def phase(self, request_id: str) -> Phase | None:
+        flight = self.pipeline._flights.get(RequestId(request_id))
+        return None if flight is None else flight.phase
+
+    async def in_phase(self, request_id: str, phase: Phase, timeout_s: float = 30.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        await asyncio.sleep(0)  # a task made just now has not begun
+        while (now := self.phase(request_id)) is not phase:
+            assert now is not None, f"{request_id} ended before it was {phase}"
+            assert time.monotonic() < deadline_s, f"{request_id} is {now}, wanted {phase}"
+            await asyncio.sleep(0)
+
+    async def granted(self, request_id: str) -> Attempt:
+        """Wait until a decode worker keeps blocks for the request and its source was told to write."""
+        while True:
+            flight = self.pipeline._flights[RequestId(request_id)]
+            if flight.attempt is not None and flight.attempt.granted_s is not None:
+                return flight.attempt
+            await asyncio.sleep(0)
+
+    def decode_engine(self, request_id: str) -> str:
+        """The engine that decodes the request, or will."""
+        attempt = self.pipeline._flights[RequestId(request_id)].attempt
+        assert attempt is not None
+        assert attempt.decode is not None
+        return attempt.decode.worker_id.partition("/")[0]
+
+    # ---- what must hold afterwards
+
+    async def until_healthy(self, timeout_s: float = 60.0) -> float:
+        """Wait until every worker is there; the time when that was."""
+        async with asyncio.timeout(timeout_s):
+            await self.cluster.router.until_ready(self.num_workers)
+        return time.monotonic()
+
+    async def until_accounted(self, timeout_s: float = 15.0) -> None:
+        """Wait until fresh words of all workers say that nothing is held, reserved, quarantined or running."""
+        await self.until_healthy()
+        old = {worker.id: worker.load for worker in self.pipeline.directory.workers}
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            loads = {worker.id: worker.load for worker in self.pipeline.directory.workers}
+            left = {
+                worker.id: describe(worker.load)
+                for worker in self.pipeline.directory.workers
+                if not is_free(worker.load, worker.info.num_blocks)
+            }
+            if self.pipeline.idle() and not left and all(loads[id_] is not old.get(id_) for id_ in loads):
+                return
+            assert time.monotonic() < deadline_s, f"pipeline idle: {self.pipeline.idle()}; left: {left}"
+            await asyncio.sleep(0.02)
+
+    def deaths(self, engine: str) -> int:
+        return sum(isinstance(event, EngineDead) and event.engine_id == engine for event in self.events)
+
+
+def longest_gap(times_s: list[float]) -> float:
+    """How long a stream stood still."""
+    return max(after - before for before, after in itertools.pairwise(times_s))
+
+
+def is_free(load: WorkerLoad, num_blocks: int) -> bool:
+    return load.num_free_blocks == num_blocks and not any(getattr(load, name) for name in STRANDED)
+
+
+def describe(load: WorkerLoad) -> dict[str, int]:
+    return {name: getattr(load, name) for name in (*STRANDED, "num_free_blocks")}
