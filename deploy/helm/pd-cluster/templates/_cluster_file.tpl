@@ -1,93 +1,73 @@
 {{/* The cluster file that every pod reads: values by the names of the cluster file's keys. */}}
 
-{{/* (key, value): a line, unless there is no value. JSON's scalars are TOML's. */}}
-{{- define "pd.toml" -}}
-{{- $value := index . 1 -}}
+{{/* (root, section, its keys): what `extraConfig` says comes on top; a key without a value is left out. */}}
+{{- define "pd.section" -}}
+{{- $keys := mergeOverwrite (index . 2) (deepCopy (dig (index . 1) dict (index . 0).Values.extraConfig)) }}
+
+[{{ index . 1 }}]
+{{- range $key, $value := $keys }}
 {{- if not (or (kindIs "invalid" $value) (and (kindIs "string" $value) (eq $value ""))) }}
-{{ index . 0 }} = {{ toJson $value }}
+{{ $key }} = {{ toJson $value }} {{- /* JSON's scalars are TOML's */}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
+{{- define "pd.engineKeys" -}}
+{{- $v := index . 1 -}}
+{{- with $v.engine -}}
+{{- $keys := dict "tensor_parallel" .tensorParallel "data_parallel" .dataParallel "max_num_seqs" .maxNumSeqs -}}
+{{- $_ := set $keys "max_num_batched_tokens" .maxNumBatchedTokens -}}
+{{- $_ := set $keys "redundant_experts" .redundantExperts -}}
+{{- $_ := set $keys "block_size" .blockSize -}}
+{{- $_ := set $keys "num_blocks" .numBlocks -}}
+{{- $_ := set $keys "threads" .threads -}}
+{{- if eq (index $ 0).Values.mode "rayservice" }}{{ $_ := set $keys "instances" $v.replicas }}{{ end -}}
+{{- toJson $keys -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "pd.clusterFile" -}}
-{{- $tls := .Values.security.tls }}
-{{- include "pd.toml" (list "colocated" (not .Values.prefill.enabled)) }}
-
-[model]
-{{- with .Values.model }}
-{{- include "pd.toml" (list "path" .source) }}
-{{- include "pd.toml" (list "served_model_name" .servedName) }}
-{{- include "pd.toml" (list "dtype" .dtype) }}
-{{- include "pd.toml" (list "max_model_len" .maxModelLen) }}
+{{- $m := .Values.model -}}
+{{- $kv := .Values.kv -}}
+{{- $r := .Values.router -}}
+{{- $s := .Values.security -}}
+{{- $model := dict "path" $m.source "served_model_name" $m.servedName "dtype" $m.dtype "max_model_len" $m.maxModelLen -}}
+{{- $cache := dict "block_size" $kv.blockSize "num_blocks" $kv.numBlocks "max_bytes" $kv.maxBytes -}}
+{{- $_ := set $cache "memory_fraction" (float64 $kv.memoryFraction) -}}
+{{- $_ := set $cache "prefix_cache" $kv.prefixCache -}}
+{{- $_ := set $cache "verify" $kv.verify -}}
+{{- $_ := set $cache "lease_s" $kv.leaseSeconds -}}
+{{- $_ := set $cache "transfer_deadline_s" $kv.transferDeadlineSeconds -}}
+{{- $router := dict "http_port" $r.httpPort "grpc" $r.grpc.enabled "grpc_port" $r.grpc.port "max_queue" $r.maxQueue -}}
+{{- $_ := set $router "request_timeout_s" $r.requestTimeoutSeconds -}}
+{{- $_ := set $router "max_retries" $r.maxRetries -}}
+{{- if $r.apiKey.existingSecret }}{{ $_ := set $router "api_key_file" "/etc/pd-cluster-keys/api-key" }}{{ end -}}
+{{- if $r.adminKey.existingSecret }}{{ $_ := set $router "admin_key_file" "/etc/pd-cluster-keys/admin-key" }}{{ end -}}
+{{- $security := dict "allow_insecure" (eq (include "pd.insecure" .) "true") -}}
+{{- if $s.tls.existingSecret -}}
+{{- $_ := set $security "certificate" "/etc/pd-cluster-tls/tls.crt" -}}
+{{- $_ := set $security "private_key" "/etc/pd-cluster-tls/tls.key" -}}
+{{- if $s.tls.mutual }}{{ $_ := set $security "root_certificates" "/etc/pd-cluster-tls/ca.crt" }}{{ end -}}
+{{- $_ := set $security "server_name" $s.tls.serverName -}}
+{{- end -}}
+{{- if $s.token.existingSecret }}{{ $_ := set $security "token_file" "/etc/pd-cluster-token/token" }}{{ end -}}
+colocated = {{ not .Values.prefill.enabled }}
+{{- include "pd.section" (list . "model" $model) }}
+{{- include "pd.section" (list . "kv" $cache) }}
+{{- include "pd.section" (list . "prefill" (include "pd.engineKeys" (list . .Values.prefill) | fromJson)) }}
+{{- include "pd.section" (list . "decode" (include "pd.engineKeys" (list . .Values.decode) | fromJson)) }}
+{{- include "pd.section" (list . "router" $router) }}
+{{- if $r.grpc.tls.existingSecret }}
+{{- $files := dict "certificate" "/etc/pd-cluster-grpc-tls/tls.crt" "private_key" "/etc/pd-cluster-grpc-tls/tls.key" }}
+{{- include "pd.section" (list . "router.grpc_tls" $files) }}
 {{- end }}
-
-[kv]
-{{- with .Values.kv }}
-{{- include "pd.toml" (list "block_size" .blockSize) }}
-{{- include "pd.toml" (list "num_blocks" .numBlocks) }}
-{{- include "pd.toml" (list "memory_fraction" .memoryFraction) }}
-{{- include "pd.toml" (list "max_bytes" .maxBytes) }}
-{{- include "pd.toml" (list "prefix_cache" .prefixCache) }}
-{{- include "pd.toml" (list "verify" .verify) }}
-{{- include "pd.toml" (list "lease_s" .leaseSeconds) }}
-{{- include "pd.toml" (list "transfer_deadline_s" .transferDeadlineSeconds) }}
+{{- include "pd.section" (list . "security" $security) }}
+{{- $launch := dict }}
+{{- if eq .Values.mode "rayservice" }}{{ $launch = dict "launcher" "ray" "ray_address" "auto" }}{{ end }}
+{{- include "pd.section" (list . "launch" $launch) }}
+{{- range $section := keys .Values.extraConfig | sortAlpha }}
+{{- if not (has $section (list "model" "kv" "prefill" "decode" "router" "security" "launch")) }}
+{{- include "pd.section" (list $ $section dict) }}
 {{- end }}
-{{- range $role, $v := dict "prefill" .Values.prefill "decode" .Values.decode }}
-
-[{{ $role }}]
-{{- if eq $.Values.mode "rayservice" }}
-{{- include "pd.toml" (list "instances" $v.replicas) }}
-{{- end }}
-{{- with $v.engine }}
-{{- include "pd.toml" (list "tensor_parallel" .tensorParallel) }}
-{{- include "pd.toml" (list "data_parallel" .dataParallel) }}
-{{- include "pd.toml" (list "max_num_seqs" .maxNumSeqs) }}
-{{- include "pd.toml" (list "max_num_batched_tokens" .maxNumBatchedTokens) }}
-{{- include "pd.toml" (list "redundant_experts" .redundantExperts) }}
-{{- include "pd.toml" (list "block_size" .blockSize) }}
-{{- include "pd.toml" (list "num_blocks" .numBlocks) }}
-{{- include "pd.toml" (list "threads" .threads) }}
-{{- end }}
-{{- end }}
-
-[router]
-{{- with .Values.router }}
-{{- include "pd.toml" (list "http_port" .httpPort) }}
-{{- include "pd.toml" (list "grpc" .grpc.enabled) }}
-{{- include "pd.toml" (list "grpc_port" .grpc.port) }}
-{{- include "pd.toml" (list "max_queue" .maxQueue) }}
-{{- include "pd.toml" (list "request_timeout_s" .requestTimeoutSeconds) }}
-{{- include "pd.toml" (list "max_retries" .maxRetries) }}
-{{- if .apiKey.existingSecret }}
-{{- include "pd.toml" (list "api_key_file" "/etc/pd-cluster-keys/api-key") }}
-{{- end }}
-{{- if .adminKey.existingSecret }}
-{{- include "pd.toml" (list "admin_key_file" "/etc/pd-cluster-keys/admin-key") }}
-{{- end }}
-{{- if .grpc.tls.existingSecret }}
-
-[router.grpc_tls]
-{{- include "pd.toml" (list "certificate" "/etc/pd-cluster-grpc-tls/tls.crt") }}
-{{- include "pd.toml" (list "private_key" "/etc/pd-cluster-grpc-tls/tls.key") }}
-{{- end }}
-{{- end }}
-
-[security]
-{{- include "pd.toml" (list "allow_insecure" (eq (include "pd.insecure" .) "true")) }}
-{{- if $tls.existingSecret }}
-{{- include "pd.toml" (list "certificate" "/etc/pd-cluster-tls/tls.crt") }}
-{{- include "pd.toml" (list "private_key" "/etc/pd-cluster-tls/tls.key") }}
-{{- if $tls.mutual }}
-{{- include "pd.toml" (list "root_certificates" "/etc/pd-cluster-tls/ca.crt") }}
-{{- end }}
-{{- include "pd.toml" (list "server_name" $tls.serverName) }}
-{{- end }}
-{{- if .Values.security.token.existingSecret }}
-{{- include "pd.toml" (list "token_file" "/etc/pd-cluster-token/token") }}
-{{- end }}
-{{- if eq .Values.mode "rayservice" }}
-
-[launch]
-{{- include "pd.toml" (list "launcher" "ray") }}
-{{- include "pd.toml" (list "ray_address" "auto") }}
 {{- end }}
 {{- end -}}
