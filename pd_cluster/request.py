@@ -89,7 +89,7 @@ class Request(Struct, frozen=True, kw_only=True):
     def validate(self, vocab_size: int, max_model_len: int) -> None:
         """Raise InvalidRequest for an empty prompt, ids out of range or a prompt with no room for one more token."""
         self.sampling.validate(vocab_size)
-        if not self.num_prompt_tokens or len(self.token_ids) < self.num_prompt_tokens:
+        if not 1 <= self.num_prompt_tokens <= len(self.token_ids):
             raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
         if max(self.token_ids) >= vocab_size or min(self.token_ids) < 0:
             raise InvalidRequest(f"prompt token ids must be between 0 and {vocab_size - 1}", param="prompt")

@@ -266,6 +266,9 @@ class Pushes:
         if difference is not None:
             raise PeerIncompatible(f"{name}: {order.target} holds another KV: {difference}")
         layouts = [rank.layout for rank in endpoint.ranks]
+        num_blocks = min((rank.num_bytes // rank.layout.block_bytes for rank in endpoint.ranks), default=0)
+        if not all(0 <= block_id < num_blocks for block_id in order.block_ids):
+            raise TransferFailed(f"{name}: {order.target} has {num_blocks} blocks, and the order names others")
         planned = routes(self._layouts, layouts, rotation(push.transfer_id))
         if order.num_cached_tokens % UNIT_TOKENS or not 0 <= order.num_cached_tokens <= push.num_tokens:
             raise TransferFailed(f"{name}: {order.num_cached_tokens} cached tokens of {push.num_tokens} at the target")

@@ -193,7 +193,7 @@ def test_a_rank_without_heads_to_send_has_pushed_at_once(clock: FakeClock) -> No
                 agent_name="x",
                 agent_metadata=b"",
                 base_address=0,
-                num_bytes=0,
+                num_bytes=1 << 20,
                 device_id=0,
                 layout=latent,
             )
@@ -290,6 +290,9 @@ def test_a_farewell_that_cannot_be_sent_is_given_up(pushes: Pushes, clock: FakeC
         ({"endpoint": endpoint([(0, 5)])}, "peer_incompatible", "KV head 5"),
         ({"num_cached_tokens": 8}, "transfer_failed", "8 cached tokens"),
         ({"block_ids": BLOCKS[:4]}, "transfer_failed", "4 target blocks"),
+        ({"block_ids": [*BLOCKS[:4], 1 << 40]}, "transfer_failed", "the order names others"),
+        ({"block_ids": [*BLOCKS[:4], -1]}, "transfer_failed", "the order names others"),
+        ({"endpoint": endpoint([])}, "transfer_failed", "has 0 blocks"),
     ],
 )  # fmt: skip
 def test_an_order_that_cannot_be_followed_fails_with_its_reason(
