@@ -1,5 +1,5 @@
 # make demo   install what is needed and watch a small cluster answer
-# make check  lint, types, import contract, generated stubs
+# make check  lint, types, import contract, gRPC API and its stubs
 # make test   all tests
 # make bench  measure this machine
 
@@ -46,6 +46,8 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pd_cluster.rpc.generate --check
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against proto/baseline.json
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -7,8 +7,12 @@
     |  |- InvalidRequest       400 INVALID_ARGUMENT
     |  |- ContextTooLong       400 INVALID_ARGUMENT     (code context_length_exceeded)
     |  |- UnknownModel         404 NOT_FOUND
+    |  |- UnknownWorker        404 NOT_FOUND
     |  |- DuplicateRequest     409 ALREADY_EXISTS
     |  |- PoisonRequest        400 INVALID_ARGUMENT     it took down two workers
+    |- Unauthenticated         401 UNAUTHENTICATED      (code invalid_api_key)
+    |- PermissionDenied        403 PERMISSION_DENIED
+    |- NotSupported            501 UNIMPLEMENTED
     |- Overloaded              429 RESOURCE_EXHAUSTED   retry later
     |- Unavailable             503 UNAVAILABLE          retryable: no worker is ready, or it drains
     |  |- WorkerLost           503 UNAVAILABLE          retryable: a worker died under the request
@@ -40,6 +44,7 @@ class PdClusterError(Exception):
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False
+    retry_after_s: float | None = None  # what a server asked for
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -82,6 +87,12 @@ class UnknownModel(RequestError):
     grpc_status = "NOT_FOUND"
 
 
+class UnknownWorker(RequestError):
+    code = "worker_not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+
+
 class DuplicateRequest(RequestError):
     code = "duplicate_request"
     http_status = 409
@@ -90,6 +101,24 @@ class DuplicateRequest(RequestError):
 
 class PoisonRequest(RequestError):
     code = "poison_request"
+
+
+class Unauthenticated(PdClusterError):
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+
+
+class PermissionDenied(PdClusterError):
+    code = "permission_denied"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
+class NotSupported(PdClusterError):
+    code = "not_supported"
+    http_status = 501
+    grpc_status = "UNIMPLEMENTED"
 
 
 class Overloaded(PdClusterError):

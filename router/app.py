@@ -1,6 +1,6 @@
-"""A router: control streams to its workers, the pipeline of requests, and the OpenAI API, in one process and one loop.
+"""A router: control streams to its workers, the pipeline of requests, the OpenAI and gRPC APIs, in one event loop.
 
-Usable without HTTP too: `router.pipeline.submit(request)` is how the offline commands run. Loads no torch.
+Usable without any API too: `router.pipeline.submit(request)` is how the offline commands run. Loads no torch.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ from pd_cluster.rpc.client import ControlClient
 from pd_cluster.rpc.security import Security
 from router.attempt import Limits
 from router.directory import Directory
+from router.grpc_api import ConnectionLimits, GrpcApi
+from router.grpc_cluster import Scale
 from router.http_server import HttpServer
 from router.openai_api import build_app
 from router.pipeline import Pipeline
@@ -35,7 +37,8 @@ log = get_log(__name__)
 class Router:
     """`async with Router(config, model, addresses=[...])` or `await start()` and `await stop()`.
 
-    Workers may be added and removed at any time by the address of their control port.
+    `http`: serve the OpenAI API, and the gRPC API unless `router.grpc` is off. Workers may be added and removed at any
+    time by the address of their control port.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Router:
         addresses: Iterable[str] = (),
         security: Security | None = None,
         hardware: Hardware | None = None,
+        scale: Scale | None = None,
+        grpc_limits: ConnectionLimits | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -68,6 +73,9 @@ class Router:
         self._stopping: set[asyncio.Task[None]] = set()
         self._http = http
         self._server: HttpServer | None = None
+        self._scale = scale
+        self._grpc_limits = grpc_limits
+        self._grpc: GrpcApi | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -79,7 +87,7 @@ class Router:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen and begin to dial. Raises ConfigError when the HTTP port is taken."""
+        """Listen and begin to dial. Raises ConfigError when a port is taken."""
         if self._http:
             section = self.config.router
             name = self.config.model.served_model_name or self.model.name
@@ -87,6 +95,9 @@ class Router:
             self._server = HttpServer(build_app(serving), listen(section.host, section.http_port))
             await self._server.start()
             log.info("http_listening", host=section.host, port=self._server.port, model=name)
+            if section.grpc:
+                self._grpc = GrpcApi(serving, section, self.id, scale=self._scale, limits=self._grpc_limits)
+                await self._grpc.start()
         self.pipeline.start()
         for address in self._addresses:
             self.add_worker(address)
@@ -94,6 +105,8 @@ class Router:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let requests finish for `drain_s`, cancel the rest, hang up."""
         await self.pipeline.stop(drain_s)
+        if self._grpc is not None:
+            await self._grpc.stop()
         if self._server is not None:
             await self._server.stop()
         for address in list(self._clients):
@@ -105,6 +118,11 @@ class Router:
     def http_port(self) -> int | None:
         """The bound port; None when HTTP is off or not started."""
         return self._server.port if self._server is not None else None
+
+    @property
+    def grpc_port(self) -> int | None:
+        """The bound port; None when the gRPC API is off or not started."""
+        return self._grpc.port if self._grpc is not None else None
 
     def add_worker(self, address: str) -> None:
         """Dial the worker at `host:port`, and again whenever it is lost. Known addresses are fine."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from pd_cluster.errors import PdClusterError
+from pd_cluster.errors import PdClusterError, Unauthenticated
 from pd_cluster.log import get_log
-from router.openai_errors import BodyTooLargeError, UnauthenticatedError, error_headers, error_json
+from router.openai_errors import BodyTooLargeError, error_headers, error_json
 from router.serving import Serving
 
 log = get_log(__name__)
@@ -135,7 +135,7 @@ class Endpoint:
             return
         shown = exchange.headers.get(b"authorization", b"")
         if not hmac.compare_digest(shown, f"Bearer {key}".encode()):
-            raise UnauthenticatedError("the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
+            raise Unauthenticated("the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
 
 
 async def while_connected(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:

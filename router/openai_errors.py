@@ -8,12 +8,6 @@ from router.openai_schema import ErrorBody
 RETRY_AFTER_S = {429: "1", 503: "2"}
 
 
-class UnauthenticatedError(PdClusterError):
-    code = "invalid_api_key"
-    http_status = 401
-    grpc_status = "UNAUTHENTICATED"
-
-
 class BodyTooLargeError(PdClusterError):
     code = "request_too_large"
     http_status = 413

@@ -29,8 +29,18 @@ class Serving:
         self.created = int(time.time())
         self.vocab_size = model.config.vocab_size
         self.tokenizer: Tokenizer | None = model.tokenizer
+        self._model = model
         self._template: ChatTemplate | None = model.chat_template
         self._max_position = model.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a sequence."""
+        return self._model.eos_token_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
 
     @property
     def max_model_len(self) -> int:
@@ -45,8 +55,12 @@ class Serving:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the assistant speaks. Raises InvalidRequest."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Its text; special tokens are spelt out. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(
-                f"the model {self.model_name} has no chat template: use /v1/completions", param="messages"
+                f"the model {self.model_name} has no chat template: send a plain prompt", param="messages"
             )
-        return self.encode(self._template.render(messages), add_special_tokens=False)
+        return self._template.render(messages)

@@ -62,7 +62,7 @@ class TokenStream:
         """What is waiting, as one delta; None when nothing is. Raises the request's error once, after its tokens."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            return waiting[0] if len(waiting) == 1 else _joined(waiting)
+            return joined(waiting)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -88,7 +88,10 @@ class TokenStream:
         self.cancel()
 
 
-def _joined(deltas: list[Delta]) -> Delta:
+def joined(deltas: list[Delta]) -> Delta:
+    """Several deltas of one request as one; at least one."""
+    if len(deltas) == 1:
+        return deltas[0]
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     for delta in deltas:

@@ -31,7 +31,7 @@ HELLO_DEADLINE_S = 10.0
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", -1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 5000),  # a router behind a cut network is noticed without sending to it
     ("grpc.keepalive_timeout_ms", 5000),

@@ -1,0 +1,117 @@
+"""The cluster as one router sees it, as a message: its workers, its requests, and what it has counted."""
+
+from collections import Counter
+from importlib.metadata import version
+
+from pd_cluster.metrics import PREFIX, RouterMetrics
+from pd_cluster.pb.v1 import cluster_pb2 as pb
+from pd_cluster.request import Phase
+from router.directory import Health, Worker
+from router.flight import Flight
+from router.pipeline import Pipeline
+
+VERSION = version("pd-cluster")
+
+HEALTH = {Health.READY: pb.HEALTH_READY, Health.DRAINING: pb.HEALTH_DRAINING, Health.LOST: pb.HEALTH_LOST}
+PHASES = {
+    Phase.QUEUED: pb.PHASE_QUEUED,
+    Phase.PREFILLING: pb.PHASE_PREFILLING,
+    Phase.TRANSFERRING: pb.PHASE_TRANSFERRING,
+    Phase.DECODING: pb.PHASE_DECODING,
+}
+
+
+def cluster_status(
+    pipeline: Pipeline, *, router_id: str, model: str, uptime_s: float, max_requests: int
+) -> pb.ClusterStatus:
+    """`max_requests`: how many of the requests in flight to list, the oldest first."""
+    flights = pipeline.flights
+    phases = Counter(flight.phase for flight in flights)
+    now_s = pipeline.now_s()
+    return pb.ClusterStatus(
+        router_id=router_id,
+        version=VERSION,
+        model=model,
+        uptime_s=uptime_s,
+        ready=pipeline.ready,
+        workers=[worker_status(worker) for worker in pipeline.directory.workers],
+        phases=pb.PhaseCounts(
+            queued=phases[Phase.QUEUED],
+            prefilling=phases[Phase.PREFILLING],
+            transferring=phases[Phase.TRANSFERRING],
+            decoding=phases[Phase.DECODING],
+        ),
+        totals=_totals(pipeline.metrics),
+        requests=[_request(flight, now_s) for flight in flights[:max_requests]],
+    )
+
+
+def worker_status(worker: Worker) -> pb.WorkerStatus:
+    info, load = worker.info, worker.load
+    role = pb.ROLE_DECODE if not info.can_prefill else pb.ROLE_COLOCATED if info.can_decode else pb.ROLE_PREFILL
+    return pb.WorkerStatus(
+        worker_id=info.worker_id,
+        engine_id=info.engine_id,
+        epoch=worker.epoch,
+        role=role,
+        health=HEALTH[worker.health],
+        reason=worker.lost_reason if worker.health is Health.LOST else "",
+        data_parallel=info.data_parallel,
+        dp_rank=info.dp_rank,
+        tensor_parallel=info.tensor_parallel,
+        kv=pb.KvStatus(
+            num_blocks=info.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_reserved_blocks=load.num_reserved_blocks,
+            num_held_blocks=load.num_held_blocks,
+            num_quarantined_blocks=load.num_quarantined_blocks,
+            oldest_stranded_s=load.oldest_stranded_s,
+            block_size=info.block_size,
+            block_bytes=info.block_bytes,
+        ),
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_running=load.num_running,
+        max_num_seqs=info.max_num_seqs,
+        num_context_tokens=load.num_context_tokens,
+        num_pending_reservations=load.num_pending_reservations,
+        num_pending_sends=load.num_pending_sends,
+        step_s=load.step_s,
+        prefill_tok_s=load.prefill_tok_s,
+        num_steps=load.num_steps,
+        max_model_len=info.max_model_len,
+    )
+
+
+def _request(flight: Flight, now_s: float) -> pb.RequestStatus:
+    timings = flight.timings
+    return pb.RequestStatus(
+        request_id=flight.id,
+        phase=PHASES[flight.phase],
+        age_s=now_s - flight.submitted_s,
+        num_prompt_tokens=flight.request.num_prompt_tokens,
+        num_output_tokens=flight.num_output_tokens,
+        num_retries=timings.num_retries,
+        prefill_worker=timings.prefill_worker or "",
+        decode_worker=timings.decode_worker or "",
+    )
+
+
+def _totals(metrics: RouterMetrics) -> pb.Totals:
+    values: Counter[str] = Counter()
+    for family in metrics.registry.collect():
+        if family.type in ("counter", "histogram"):
+            for sample in family.samples:
+                values[sample.name.removeprefix(PREFIX)] += sample.value  # type: ignore[assignment]
+    return pb.Totals(
+        num_requests=int(values["requests_total"]),
+        num_retries=int(values["request_retries_total"]),
+        num_prompt_tokens=int(values["prompt_tokens_total"]),
+        num_cached_tokens=int(values["prompt_tokens_cached_total"]),
+        num_output_tokens=int(values["generation_tokens_total"]),
+        kv_transfer_bytes=int(values["kv_transfer_bytes_total"]),
+        ttft_sum_s=values["time_to_first_token_seconds_sum"],
+        ttft_count=int(values["time_to_first_token_seconds_count"]),
+        itl_sum_s=values["inter_token_latency_seconds_sum"],
+        itl_count=int(values["inter_token_latency_seconds_count"]),
+    )
