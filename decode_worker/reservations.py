@@ -5,7 +5,7 @@
        | abort,            | abort, lease over,         | abort, lease over: all writes have landed
        | deadline          | failed fill                v
        v                   v                          FREED
-     FREED           QUARANTINED --every source stopped, or its engine is dead--> FREED
+     FREED           QUARANTINED --every source stopped or is done, or its engine is dead--> FREED
 
 From the grant on a writer may exist that nobody here can stop, so blocks go back only on proof: the source says it
 has stopped (by the router, or by a record to every rank), every process of its engine is dead, or the fill is
@@ -197,13 +197,14 @@ class Reservations:
         return notices
 
     def rank_filled(self, transfer_id: TransferId, tp_rank: int) -> list[Notice]:
-        """A TP rank of this worker has received everything."""
-        reservation = self._granted(transfer_id)
+        """A TP rank of this worker has received everything: nothing more comes for it."""
+        reservation = self._in(transfer_id, S.GRANTED, S.QUARANTINED)
+        self.num_late += reservation is None or reservation.state is S.QUARANTINED
         if reservation is None:
             return []
         reservation.filled_ranks.add(tp_rank)
-        if len(reservation.filled_ranks) < self._num_ranks:
-            return []
+        if reservation.state is S.QUARANTINED or len(reservation.filled_ranks) < self._num_ranks:
+            return self._end_if_quiet(reservation)
         reservation.go(S.FILLED)
         return [Filled(transfer_id)]
 
@@ -218,7 +219,7 @@ class Reservations:
         if reservation is None:
             return []
         reservation.stopped_ranks.add(tp_rank)
-        return self.source_stopped(transfer_id) if len(reservation.stopped_ranks) == self._num_ranks else []
+        return self._end_if_quiet(reservation)
 
     def source_stopped(self, transfer_id: TransferId) -> list[Notice]:
         """Nothing more will be written for this transfer."""
@@ -278,6 +279,11 @@ class Reservations:
     def _in(self, transfer_id: TransferId, *states: ReservationState) -> Reservation | None:
         reservation = self._all.get(transfer_id)
         return reservation if reservation is not None and reservation.state in states else None
+
+    def _end_if_quiet(self, reservation: Reservation) -> list[Notice]:
+        """Nobody writes to a rank that is filled, nor to one whose sources have stopped."""
+        quiet = reservation.filled_ranks | reservation.stopped_ranks
+        return self.source_stopped(reservation.transfer_id) if len(quiet) == self._num_ranks else []
 
     def _granted(self, transfer_id: TransferId) -> Reservation | None:
         reservation = self._in(transfer_id, S.GRANTED)

@@ -26,8 +26,7 @@ class Writer:
 
     @property
     def may_write(self) -> bool:
-        over = self.stopped_ranks | (self.done_ranks if len(self.done_ranks) == NUM_RANKS else set())
-        return len(over) < NUM_RANKS and bool(self.blocks)
+        return len(self.stopped_ranks | self.done_ranks) < NUM_RANKS and bool(self.blocks)
 
     def stop(self) -> None:
         self.stopped_ranks = set(range(NUM_RANKS))

@@ -113,6 +113,29 @@ def test_waiting_past_the_deadline_is_refused_as_overload(reservations: Reservat
     assert len(reservations) == 1
 
 
+def test_a_transfer_that_completes_after_its_end_needs_no_other_proof(
+    reservations: Reservations, blocks: Blocks
+) -> None:
+    """Its router died after the source was done: nobody is left to relay that."""
+    reserve(reservations, "a", 4)
+    assert reservations.rank_filled(t("a"), 1) == []
+    assert reservations.abort(t("a")) == []
+    assert len(blocks.free) == 6
+    assert reservations.rank_filled(t("a"), 0) == [Freed(t("a"))]
+    assert len(blocks.free) == 10
+
+
+def test_of_a_quarantined_transfer_some_ranks_may_be_filled_and_the_others_stopped(
+    reservations: Reservations, blocks: Blocks
+) -> None:
+    reserve(reservations, "a", 4)
+    assert reservations.abort(t("a")) == []
+    assert reservations.rank_filled(t("a"), 1) == []
+    assert reservations.rank_stopped(t("a"), 1) == []
+    assert reservations.rank_stopped(t("a"), 0) == [Freed(t("a"))]
+    assert len(blocks.free) == 10
+
+
 def test_expired_reservation_returns_its_blocks_only_when_its_writer_stopped(
     reservations: Reservations, blocks: Blocks, clock: FakeClock
 ) -> None:
