@@ -7,6 +7,8 @@ import pytest
 # the tests share few cores, and many small matmuls are faster on one thread each
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Triton kernels run in its interpreter, on CPU tensors; TRITON_INTERPRET=0 runs the same tests on a GPU
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MEASURED: list[str] = []
 
@@ -22,5 +24,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("measured")
         for line in MEASURED:
             terminalreporter.line(line)
-# Triton kernels run in its interpreter, on CPU tensors; TRITON_INTERPRET=0 runs the same tests on a GPU
-os.environ.setdefault("TRITON_INTERPRET", "1")
