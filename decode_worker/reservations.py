@@ -139,6 +139,11 @@ class Reservations:
         """A reservation that is neither adopted nor freed."""
         return self._all.get(transfer_id)
 
+    @property
+    def quarantined(self) -> list[Reservation]:
+        """Those whose blocks wait for a proof."""
+        return [reservation for reservation in self._all.values() if reservation.state is S.QUARANTINED]
+
     def load(self) -> ReservationLoad:
         held = [r for r in self._all.values() if r.state is not S.WAITING]
         quarantined = sum(len(r.block_ids) for r in held if r.state is S.QUARANTINED)

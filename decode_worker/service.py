@@ -28,9 +28,14 @@ from pd_cluster.engine.owners import Outgoing, Owners
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.errors import DuplicateRequest, InvalidRequest, PdClusterError, Unavailable, from_info
-from pd_cluster.ids import BlockId, Rank, RequestId, RouterId, TransferId
+from pd_cluster.ids import BlockId, Rank, RequestId, RouterId, TransferId, WorkerId
 from pd_cluster.request import Request
 from pd_cluster.transfer.contract import CommitRecord
+
+QUARANTINE_LOOK_S = 1.0
+
+MAX_QUARANTINE_TOLD = 256
+"""In one message; the rest are told when these are free."""
 
 
 class DecodeWorker:
@@ -59,6 +64,9 @@ class DecodeWorker:
         )
         self._transfer_of: dict[RequestId, TransferId] = {}  # reserved, not adopted
         self._arrived: dict[TransferId, list[RankFilled]] = {}
+        self._source_of: dict[TransferId, WorkerId] = {}
+        self._known_quarantined: set[TransferId] = set()  # at the last look
+        self._next_look_s = 0.0
         self._draining = False
         sync.on_tell = self._on_tell
 
@@ -150,6 +158,7 @@ class DecodeWorker:
             return
         self._owners.add(request.id, router_id)
         self._transfer_of[request.id] = transfer_id
+        self._source_of[transfer_id] = message.source
         self._do(self.reservations.reserve(transfer_id, request, message.source_epoch, message.deadline_s))
 
     def _abort(self, request_id: RequestId) -> None:
@@ -180,8 +189,23 @@ class DecodeWorker:
         self._scheduler.cancel(list(block_ids))
 
     def tick(self) -> None:
-        """Look at leases and deadlines; a few times a second."""
+        """Look at leases, deadlines and the quarantine; a few times a second."""
         self._do(self.reservations.tick())
+        if self._clock.now_s() >= self._next_look_s:
+            self._next_look_s = self._clock.now_s() + QUARANTINE_LOOK_S
+            self._tell_quarantine()
+
+    def _tell_quarantine(self) -> None:
+        """Tell all routers what was in quarantine already at the last look."""
+        quarantined = self.reservations.quarantined
+        lasting = [
+            m.Quarantine(r.transfer_id, r.request.id, self._source_of[r.transfer_id], r.source_epoch)
+            for r in quarantined
+            if r.transfer_id in self._known_quarantined
+        ]
+        self._known_quarantined = {r.transfer_id for r in quarantined}
+        if lasting:
+            self._outgoing.broadcast([m.Quarantined(transfers=lasting[:MAX_QUARANTINE_TOLD])])
 
     def _do(self, notices: list[Notice]) -> None:
         for notice in notices:
@@ -238,6 +262,7 @@ class DecodeWorker:
         self._owners.tell(request.id, m.Adopted(request_id=request.id, transfer_id=transfer_id, num_bytes=num_bytes))
 
     def _close(self, transfer_id: TransferId) -> None:
+        self._source_of.pop(transfer_id, None)
         if self._arrived.pop(transfer_id, None) is not None:
             self._tell_ranks(Close(transfer_id))
 

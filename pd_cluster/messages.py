@@ -245,6 +245,23 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
     error: ErrorInfo
 
 
+class Quarantine(Struct, frozen=True, array_like=True):
+    """Blocks of a transfer that is over, kept because nobody has said yet that its source writes nothing more."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    source: WorkerId
+    source_epoch: EngineEpoch
+
+
+class Quarantined(Struct, frozen=True, kw_only=True, tag="quarantined"):
+    """What is in quarantine for longer than an answer takes, told to every router for as long as it is: the one whose
+    requests these were may be dead, and any other can ask the source by an Abort.
+    """
+
+    transfers: list[Quarantine]
+
+
 class CacheEvents(Struct, frozen=True, kw_only=True, tag="cache"):
     """Changes of the worker's prefix cache, in order: `cleared` first, then removals, then additions."""
 
@@ -269,6 +286,7 @@ ToRouterMessage = (
     | Tokens
     | Preempted
     | Failed
+    | Quarantined
     | CacheEvents
     | Drained
 )

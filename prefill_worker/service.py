@@ -95,7 +95,8 @@ class PrefillWorker:
                 case m.Push():
                     self._tell_ranks(Ordered(message))
                 case m.Abort():
-                    self._abort(message.request_id)
+                    if message.transfer_id in (None, self._transfer_of.get(message.request_id)):
+                        self._abort(message.request_id)
                     self._answer_abort(router_id, message)
                 case m.EngineDead():
                     self._tell_ranks(TargetDied(message.dead))

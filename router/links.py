@@ -58,6 +58,22 @@ class Links:
         if link.closed:
             self._end(link)
 
+    def orphan(self, target: Leg, quarantine: m.Quarantine) -> None:
+        """A target keeps blocks of a transfer that is over, maybe of a router that is dead: ask the source about it."""
+        link = self._links.get(quarantine.transfer_id)
+        if link is None:
+            link = Link(
+                transfer_id=quarantine.transfer_id,
+                source=Leg(quarantine.source, quarantine.source_epoch),
+                target=target,
+                wire_id=quarantine.request_id,
+                push_sent=True,
+                closed=True,
+            )
+            self._links[link.transfer_id] = self._closed[link.transfer_id] = link
+        if link.closed:
+            self._send(link.source, m.Abort(request_id=link.wire_id, transfer_id=link.transfer_id))
+
     def welcomed(self, leg: Leg) -> None:
         """A worker is there, maybe again: say once more what a broken stream may have swallowed, either way.
 

@@ -256,6 +256,10 @@ class Pipeline:
                     self.index.apply(worker.id, message)
                 case m.Drained():
                     worker.health = Health.DRAINING
+                case m.Quarantined():
+                    for quarantine in message.transfers:
+                        if self._conversations.is_open(Leg(quarantine.source, quarantine.source_epoch)):
+                            self._links.orphan(leg, quarantine)
                 case m.Welcome():
                     pass
                 case _:

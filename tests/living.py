@@ -93,6 +93,15 @@ class LivingCluster:
     def num_workers(self) -> int:
         return sum(engine.shape.data_parallel for engine in self.cluster.supervisor.engines.values())
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of the control ports of all workers."""
+        return [address for engine in self.cluster.supervisor.engines.values() for address in engine.life.addresses]
+
+    def loads(self) -> list[WorkerLoad]:
+        """As the workers last told them."""
+        return [worker.load for worker in self.pipeline.directory.workers]
+
     def pid(self, engine: str, rank: int = 0) -> int:
         return self.cluster.supervisor.engines[EngineId(engine)].pids[Rank(rank)]
 

@@ -1,4 +1,4 @@
-"""Ranks killed with SIGKILL under running requests: each stream goes on to the right end, and the cluster heals.
+"""Ranks and routers killed with SIGKILL under running requests: streams go on to the right end, the cluster heals.
 
 One prefill rank and two decode engines, all processes of their own; times are printed (`pytest -s`).
 """
@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from harness import Output
 from living import LivingCluster, config_of, longest_gap
+from other_router import OtherRouter
 
 from pd_cluster.errors import PoisonRequest
 from pd_cluster.request import Phase
@@ -103,6 +104,30 @@ async def test_a_decode_rank_killed_in_mid_decode(cluster: LivingCluster) -> Non
     assert outputs[0].timings.num_retries == 1
     assert outputs[0].timings.decode_worker != f"{victim}/0"
     await report(cluster, "decode rank killed in mid-decode", killed_s, killed_s + longest_gap(times_s))
+
+
+async def test_a_router_killed_with_requests_in_every_phase(cluster: LivingCluster) -> None:
+    """Its requests are freed on the workers, blocks of an open transfer too; another router's are none of its."""
+    expected = await undisturbed(cluster, 2, 200)
+    with OtherRouter(cluster.cluster.config, cluster.addresses) as other:
+        for name in ("o0", "o1"):
+            other.submit(name, prompt_of(5, 40), 1500)
+            await other.until(name, 3)
+        running = asyncio.create_task(undisturbed(cluster, 2, 200))
+        for engine in ("decode-0", "decode-1"):
+            cluster.signal(signal.SIGSTOP, engine)
+        other.submit("o2", prompt_of(6, 160), 1500)
+        await other.until("o2", 1)
+        other.submit("o3", prompt_of(7, 1200), 1500)
+        other.kill()
+        for engine in ("decode-0", "decode-1"):
+            cluster.signal(signal.SIGCONT, engine)
+        killed_s = time.monotonic()
+        while any(load.num_reserved_blocks or load.num_quarantined_blocks for load in cluster.loads()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [output.token_ids for output in await running] == [output.token_ids for output in expected]
+    await cluster.until_accounted()
+    print(f"\nrouter killed: all of its requests freed after {time.monotonic() - killed_s:.2f} s at the latest")
 
 
 async def test_a_request_that_kills_two_workers_is_refused(cluster: LivingCluster) -> None:
