@@ -188,12 +188,13 @@ class DecodeWorker:
     def _give_blocks_back(self, block_ids: Sequence[BlockId]) -> None:
         self._scheduler.cancel(list(block_ids))
 
-    def tick(self) -> None:
-        """Look at leases, deadlines and the quarantine; a few times a second."""
+    def tick(self) -> bool:
+        """Look at leases, deadlines and the quarantine; a few times a second. Whether there are any."""
         self._do(self.reservations.tick())
         if self._clock.now_s() >= self._next_look_s:
             self._next_look_s = self._clock.now_s() + QUARANTINE_LOOK_S
             self._tell_quarantine()
+        return len(self.reservations) > 0
 
     def _tell_quarantine(self) -> None:
         """Tell all routers what was in quarantine already at the last look."""

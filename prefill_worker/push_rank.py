@@ -109,8 +109,10 @@ class PushRank:
             if not isinstance(event, Received):  # nobody writes to a source
                 self._do(self.pushes.event(event))
 
-    def tick(self) -> None:
+    def tick(self) -> bool:
+        """Look at deadlines; whether any push is left that has one."""
         self._do(self.pushes.tick())
+        return len(self.pushes) > 0
 
     def _do(self, outputs: list[Output]) -> None:
         for output in outputs:

@@ -136,6 +136,9 @@ class Pushes:
         self._farewells: dict[int, tuple[TransferId, float]] = {}  # StoppedRecords under way, and when to give up
         self._next_write_id = 0
 
+    def __len__(self) -> int:
+        return len(self._pushes)
+
     def __contains__(self, transfer_id: TransferId) -> bool:
         return transfer_id in self._pushes
 

@@ -55,7 +55,7 @@ class Part(Struct, kw_only=True, eq=False):
 
     on_events: Callable[[list[Event]], None]
     on_tell: Callable[[bytes], None]  # from the lead, at a follower
-    tick: Callable[[], None]
+    tick: Callable[[], bool]  # look at deadlines; whether there are any
     loop: EngineLoop | None = None
     server: ControlServer | None = None
     worker: PrefillWorker | DecodeWorker | None = None
@@ -83,7 +83,7 @@ def follower_part(
     return Part(
         on_events=fill_rank.on_events,
         on_tell=lambda payload: fill_rank.apply(decode_fill_input(payload)),
-        tick=lambda: None,
+        tick=lambda: False,
     )
 
 

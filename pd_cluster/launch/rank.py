@@ -40,6 +40,9 @@ from pd_cluster.transfer.thread import TransferThread
 log = logs.get_log(__name__)
 
 TICK_S = 0.1
+CALM_TICK_S = 0.5
+"""While no deadline is near."""
+
 LEASE_CHECK_S = 1.0
 MEET_TIMEOUT_S = 300.0
 
@@ -224,8 +227,8 @@ class RankServer:
 
     async def _tick(self, part: Part) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            part.tick()
+            has_deadlines = part.tick()
+            await asyncio.sleep(TICK_S if has_deadlines else CALM_TICK_S)
 
     async def _watch_lease(self) -> None:
         while True:

@@ -42,7 +42,7 @@ from pd_cluster.log import get_log
 log = get_log(__name__)
 
 WATCH_S = 0.05
-CALM_WATCH_S = 0.1
+CALM_WATCH_S = 0.2
 """While every engine serves."""
 
 BEAT_S = 1.0

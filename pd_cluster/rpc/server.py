@@ -26,6 +26,8 @@ from pd_cluster.rpc.security import Security
 log = get_log(__name__)
 
 HEARTBEAT_S = 0.25
+"""Twice as long while the load does not change."""
+
 HELLO_DEADLINE_S = 10.0
 
 OPTIONS: list[tuple[str, Any]] = [
@@ -138,10 +140,17 @@ class ControlServer(control_pb2_grpc.WorkerControlServicer):
             outbox.put(messages)
 
     async def _beat(self) -> None:
+        said: m.WorkerLoad | None = None
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            if self._outboxes:
-                self.broadcast([m.Heartbeat(load=self._handler.load())])
+            if not self._outboxes:
+                continue
+            load = self._handler.load()
+            if load == said:
+                said = None  # nothing new: every other beat is enough to be known alive
+                continue
+            said = load
+            self.broadcast([m.Heartbeat(load=load)])
 
     # ---- one stream
 

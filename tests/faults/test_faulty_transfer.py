@@ -119,7 +119,7 @@ async def test_bytes_that_may_still_land_keep_their_blocks_in_sight_until_their_
             faulty.start()
             seen = check(await ask(cluster, prompts, f"late-{victim}"), expected)
             faulty.stop()
-            await asyncio.sleep(0.05)  # the aborts arrive
+            await asyncio.sleep(0.3)  # the aborts arrive, and the word of those who never wrote
             assert seen["transfer_failed"] > 0, "most of it lands too late to save an attempt"
             assert seen["transfer_failed"] + seen["right"] == len(prompts)
             decode, prefill = cluster.load("decode"), cluster.load("prefill")
