@@ -2,6 +2,8 @@
 
 - PD_CLUSTER_LOG_DIR: keep the ranks' log files here (default: a temporary directory, kept only after a failure)
 - PD_CLUSTER_DEBUG: 1 shows tracebacks instead of one line for an error
+- PD_CLUSTER_NATIVE: 0 leaves out the C kernels for CPUs
+- CC, XDG_CACHE_HOME: what compiles these kernels, and where they are kept (default: cc, ~/.cache)
 - UCX_TLS, NIXL_LOG_LEVEL: read by UCX and NIXL; the transfer backend sets what suits this host where they are unset
 - RAY_ADDRESS: the Ray cluster to use when `launch.ray_address` is unset
 - OMP_NUM_THREADS and its kin: set in every rank from `threads` of its pool, since ranks share the cores of their host
@@ -27,6 +29,10 @@ def log_dir() -> Path | None:
     """Where rank logs are to be kept; None when the user named no place."""
     value = os.environ.get("PD_CLUSTER_LOG_DIR")
     return Path(value) if value else None
+
+
+def native_kernels() -> bool:
+    return os.environ.get("PD_CLUSTER_NATIVE", "1") not in ("", "0")
 
 
 def rank_variables(threads: int, base: Mapping[str, str]) -> dict[str, str]:

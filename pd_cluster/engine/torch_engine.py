@@ -21,7 +21,7 @@ from pd_cluster.engine.plan import NewSequence, Sampled, StepPlan, StepResult, W
 from pd_cluster.errors import ConfigError, EngineError
 from pd_cluster.ids import BlockId, Rank, RequestId
 from pd_cluster.kv.layout import KvFingerprint, KvLayout
-from pd_cluster.model.batch import Int64, Span, build_batch
+from pd_cluster.model.batch import Int64, Span
 from pd_cluster.model.config import Dtype, ModelConfig
 from pd_cluster.model.loader import Progress, load_transformer
 from pd_cluster.model.sampler import Sampler, SampleRow
@@ -147,7 +147,7 @@ class TorchEngine:
     @torch.inference_mode()
     def _run(self, spans: list[Span]) -> Tensor:
         """float32 [S, V] logits of the spans that sample, in their order."""
-        batch = build_batch(spans, self.model.heads, self._device)
+        batch = self.model.batch(spans, self._device)
         self.arena.clear_units(batch.open_units)
         hidden_TH = self.model(batch, self.arena.layers)
         if not len(batch.sample_rows):
@@ -246,7 +246,11 @@ def build_engine(
     return TorchEngine(
         model,
         KvArena(layout, num_blocks, device),
-        Sampler(config.vocab_size, frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)),
+        Sampler(
+            config.vocab_size,
+            frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids),
+            model.highest,
+        ),
         groups,
         fingerprint=fingerprint_of(config, layout, source),
         max_model_len=choose_max_model_len(max_model_len, config.max_position_embeddings, num_blocks, block_size),
@@ -274,7 +278,7 @@ def _warm_up(model: Transformer, layout: KvLayout, num_tokens: int, device: torc
     arena = KvArena(layout, layout.num_blocks_for(num_tokens), device)
     token_ids = np.arange(num_tokens, dtype=np.int64) % model.config.vocab_size
     units = np.arange(arena.num_blocks * layout.units_per_block, dtype=np.int64)
-    batch = build_batch([Span(0, num_tokens, token_ids, units, True)], model.heads, device)
+    batch = model.batch([Span(0, num_tokens, token_ids, units, True)], device)
     model.logits(model(batch, arena.layers).index_select(0, batch.sample_rows))
     for moe in model.moe_layers:
         moe.load_E.zero_()

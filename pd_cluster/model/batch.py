@@ -1,11 +1,14 @@
 """One step's tensors, built by numpy: its tokens, where their KV goes, which pages attention reads.
 
-Decode tokens come first, sorted by length and cut into groups so that padding a group to its longest sequence at most
-about doubles it; then the prefill segments.
+Decode tokens come first, then the prefill segments. The torch kernels want decodes sorted by length and cut into
+groups, so that padding a group to its longest sequence at most about doubles it; the C kernels (`segments`) take any
+order and read each sequence's units as they are.
 """
 
-# T tokens, N sequences of a decode group, P pages (units) of its longest, K KV heads of the kernels, S keys
+# T tokens, N sequences of a decode group, P pages (units) of its longest, K KV heads of the kernels, S keys,
+# G segments
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,9 +48,21 @@ class Span(NamedTuple):
     sample: bool
 
 
+class Segments(NamedTuple):
+    """A batch as the C kernels read it. `rows_G5` int64: first token, number of tokens, tokens before them, first of
+    its `units`, whether MLA expands its latents; those of one token, `num_decodes`, come first.
+    """
+
+    num_decodes: int
+    rows_G5: Tensor
+    units: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`sample_rows` are the last tokens of the spans that sample, in the order of the spans."""
+    """`sample_rows` are the last tokens of the spans that sample, in the order of the spans. Attention is told what to
+    read by `decode` and `prefill`, or by `segments`.
+    """
 
     num_tokens: int
     token_ids_T: Tensor
@@ -57,6 +72,7 @@ class Batch:
     decode: list[DecodeGroup]
     prefill: list[PrefillSegment]
     sample_rows: Tensor
+    segments: Segments | None = None
 
     @staticmethod
     def empty(device: torch.device) -> "Batch":
@@ -64,8 +80,45 @@ class Batch:
         return Batch(0, none, none, Writes(none, none), none, [], [], none)
 
 
+def build_segments(spans: Seq[Span], expands: Callable[[int], bool] | None = None) -> Batch:
+    """The batch of a step's spans for the C kernels; `spans` may be empty. `expands` says whether MLA expands the
+    latents of a segment of so many tokens.
+    """
+    if not spans:
+        return Batch.empty(torch.device("cpu"))
+    decode = [i for i, span in enumerate(spans) if span.end - span.start == 1]
+    order = decode if len(decode) == len(spans) else [*decode, *(i for i in range(len(spans)) if i not in set(decode))]
+    ordered = spans if order == list(range(len(spans))) else [spans[i] for i in order]
+    starts_G, ends_G = np.array([(span.start, span.end) for span in ordered], dtype=np.int64).T
+    counts_G = ends_G - starts_G
+    firsts_G = np.cumsum(counts_G) - counts_G
+    used = [span.units[: (span.end - 1) // UNIT_TOKENS + 1] for span in ordered]
+    num_units_G = (ends_G - 1) // UNIT_TOKENS + 1
+    first_units_G = np.cumsum(num_units_G) - num_units_G
+    units = np.concatenate(used)
+    num_tokens = int(counts_G.sum())
+    within_T = np.arange(num_tokens) - np.repeat(firsts_G, counts_G)
+    positions_T = np.repeat(starts_G, counts_G) + within_T
+    token_units_T = units[np.repeat(first_units_G, counts_G) + positions_T // UNIT_TOKENS]
+    is_open_G = (ends_G % UNIT_TOKENS != 0) & (starts_G <= ends_G // UNIT_TOKENS * UNIT_TOKENS)
+    expanded = [0 if expands is None or count == 1 else int(expands(count)) for count in counts_G.tolist()]
+    last_row_of = dict(zip(order, (firsts_G + counts_G - 1).tolist(), strict=True))
+    rows_G5 = np.stack([firsts_G, counts_G, starts_G, first_units_G, np.array(expanded, dtype=np.int64)], axis=1)
+    return Batch(
+        num_tokens=num_tokens,
+        token_ids_T=torch.from_numpy(np.concatenate([span.token_ids for span in ordered])),
+        positions_T=torch.from_numpy(positions_T),
+        writes=Writes(torch.from_numpy(token_units_T), torch.from_numpy(positions_T % UNIT_TOKENS)),
+        open_units=torch.from_numpy(units[(first_units_G + num_units_G - 1)[is_open_G]]),
+        decode=[],
+        prefill=[],
+        sample_rows=torch.tensor([last_row_of[i] for i, span in enumerate(spans) if span.sample], dtype=torch.int64),
+        segments=Segments(len(decode), torch.from_numpy(rows_G5), torch.from_numpy(units)),
+    )
+
+
 def build_batch(spans: Seq[Span], heads: KvHeads, device: torch.device) -> Batch:
-    """The batch of a step's spans; `spans` may be empty."""
+    """The batch of a step's spans for the torch kernels; `spans` may be empty."""
     if not spans:
         return Batch.empty(device)
     decode = sorted((i for i, span in enumerate(spans) if span.end - span.start == 1), key=lambda i: spans[i].end)

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from pd_cluster.parallel.groups import Group, share
 
-
 MIN_EXACT_ROWS = 4
 
 
@@ -78,7 +77,10 @@ class Vocabulary:
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
         """float32 [S, V], the same on every rank."""
-        logits = multiply(hidden_SH, self.head_VH).float()
+        return self.gather(multiply(hidden_SH, self.head_VH).float())
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """float32 [S, V] from each rank's own columns."""
         if self.group is None:
             return logits
         part = -(-self.vocab_size // self.group.size)

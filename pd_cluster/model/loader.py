@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from pd_cluster.errors import ConfigError
+from pd_cluster.kernels.packed import WeightMemory
 from pd_cluster.model.batch import MLA_HEADS, KvHeads
 from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig
+from pd_cluster.model.fused import FusedLayer, FusedTransformer, kernels_for
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.gqa import Gqa, kv_heads, query_heads
 from pd_cluster.model.linear import Linear, RowLinear, Vocabulary
@@ -77,7 +79,10 @@ class _Loader:
     ) -> Transformer:
         config = self.config
         vocabulary = self.vocabulary()
-        layers = []
+        heads = kv_heads_of(config, self.groups.tp_rank, self.groups.tp_size)
+        library = kernels_for(config, self.dtype, self.device, self.groups.tp_size)
+        memory = WeightMemory()
+        layers: list[Layer | FusedLayer] = []
         for index in range(config.num_layers):
             prefix = f"model.layers.{index}."
             if index in config.moe_layers:
@@ -87,18 +92,19 @@ class _Loader:
             else:
                 mlp = self.dense_mlp(f"{prefix}mlp.", config.intermediate_size, cut=True)
             attention = self.mla(prefix) if isinstance(config.attention, MlaConfig) else self.gqa(prefix)
-            layers.append(
-                Layer(
-                    self.norm(f"{prefix}input_layernorm.weight"),
-                    attention,
-                    self.norm(f"{prefix}post_attention_layernorm.weight"),
-                    mlp,
-                )
+            layer = Layer(
+                self.norm(f"{prefix}input_layernorm.weight"),
+                attention,
+                self.norm(f"{prefix}post_attention_layernorm.weight"),
+                mlp,
             )
+            layers.append(layer if library is None else FusedLayer(library, memory, layer, heads))
             if progress is not None:
                 progress(index + 1, config.num_layers)
-        heads = kv_heads_of(config, self.groups.tp_rank, self.groups.tp_size)
-        return Transformer(config, heads, vocabulary, layers, self.norm("model.norm.weight"), self.rope)
+        norm = self.norm("model.norm.weight")
+        if library is not None:
+            return FusedTransformer(library, memory, config, heads, vocabulary, layers, norm, self.rope)
+        return Transformer(config, heads, vocabulary, layers, norm, self.rope)
 
     def norm(self, name: str, size: int | None = None, eps: float | None = None) -> RmsNorm:
         weight = self.read(name, (size or self.config.hidden_size,))

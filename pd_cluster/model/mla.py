@@ -42,6 +42,14 @@ def mla_heads(config: MlaConfig, tp_rank: int, tp_size: int) -> tuple[int, int]:
     return tp_rank * part, (tp_rank + 1) * part
 
 
+def absorbing_is_cheaper(config: MlaConfig, num_tokens: int) -> bool:
+    """Multiplications per key and head: wide scores and sums, or narrow ones behind one expansion for all."""
+    absorbed = num_tokens * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
+    narrow = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    expansion = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+    return absorbed < expansion + num_tokens * narrow
+
+
 class Mla:
     """One layer.
 
@@ -112,17 +120,9 @@ class Mla:
         config = self.config
         form = self.prefill_form
         if form == "cheaper":
-            form = "absorbed" if self._absorbing_is_cheaper(len(q_nope)) else "expanded"
+            form = "absorbed" if absorbing_is_cheaper(config, len(q_nope)) else "expanded"
         if form == "absorbed":
             q_TQC = self._absorb(q_nope, q_rope)
             return self._values(prefill_mla_absorbed(q_TQC, pages, segment, config.kv_lora_rank, self.scale))
         q_TQD = torch.cat([q_nope, q_rope], dim=2)
         return prefill_mla_expanded(q_TQD, pages, segment, self.expand_QNC, config.v_head_dim, self.scale)
-
-    def _absorbing_is_cheaper(self, num_tokens: int) -> bool:
-        """Multiplications per key and head: wide scores and sums, or narrow ones behind one expansion for all."""
-        config = self.config
-        absorbed = num_tokens * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
-        narrow = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-        expansion = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
-        return absorbed < expansion + num_tokens * narrow

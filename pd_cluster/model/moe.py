@@ -8,13 +8,15 @@ all tokens and the ranks add up. The shared expert, whole on every rank, always 
 # T tokens, K experts per token, H hidden size, I intermediate size, R rows, P pairs (row, slot), E experts,
 # S slots of a rank
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from pd_cluster.ids import Rank
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.linear import multiply
-from pd_cluster.model.mlp import DenseMlp, gated
+from pd_cluster.model.mlp import gated
 from pd_cluster.parallel.dispatch import Arrived, Dispatcher
 from pd_cluster.parallel.groups import Group, share, share_counts
 from pd_cluster.parallel.pack import sum_rows
@@ -79,8 +81,8 @@ class Moe:
         layer: int,
         gate: Gate,
         choice: SlotChoice,
-        experts: dict[Rank, ExpertSlots],
-        shared: DenseMlp | None,
+        experts: Mapping[Rank, Callable[[Arrived], Tensor]],
+        shared: Callable[[Tensor], Tensor] | None,
         dispatcher: Dispatcher,
         tp: Group | None,
     ) -> None:

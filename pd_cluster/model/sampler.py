@@ -8,6 +8,8 @@ temperature, min_p, top_k, top_p. Log probabilities are those of the raw logits.
 
 # S sequences of the batch, V vocabulary, R rows of one part of it, C candidates
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from msgspec import Struct
@@ -45,12 +47,22 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+Highest = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Each row's highest value and its first column; a NaN wins."""
+
+
+def highest_of_rows(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    values_S, columns_S = logits_SV.max(dim=1)
+    return values_S, columns_S
+
+
 class Sampler:
     """Holds the model's facts only. Columns from `vocab_size` on, the padding of some checkpoints, are never chosen."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], highest: Highest = highest_of_rows) -> None:
         self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._highest = highest
 
     @torch.inference_mode()
     def sample(self, logits_SV: Tensor, rows: list[SampleRow]) -> list[tuple[int | None, TokenLogprobs | None]]:
@@ -63,7 +75,7 @@ class Sampler:
         if not rows:
             return []
         raw_SV = logits_SV[:, : self.vocab_size]
-        max_S, argmax_S = raw_SV.max(dim=1)  # the first of equal ones; NaN wins
+        max_S, argmax_S = self._highest(raw_SV)
         valid = torch.isfinite(max_S).tolist()
         tokens: list[int | None] = [t if ok else None for t, ok in zip(argmax_S.tolist(), valid, strict=True)]
 

@@ -8,10 +8,11 @@ Families differ in what `ModelConfig` says, not in code.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pd_cluster.kernels.paged import GqaPages, MlaPages
-from pd_cluster.model.batch import Batch, KvHeads
+from pd_cluster.model.batch import Batch, KvHeads, Span, build_batch
 from pd_cluster.model.config import ModelConfig
 from pd_cluster.model.gqa import Gqa
 from pd_cluster.model.linear import Vocabulary
@@ -20,6 +21,7 @@ from pd_cluster.model.mlp import DenseMlp
 from pd_cluster.model.moe import Moe, token_mix
 from pd_cluster.model.norm import RmsNorm
 from pd_cluster.model.rope import Angles, Rope
+from pd_cluster.model.sampler import Highest, highest_of_rows
 
 
 class Layer:
@@ -46,7 +48,7 @@ class Transformer:
         config: ModelConfig,
         heads: KvHeads,
         vocabulary: Vocabulary,
-        layers: list[Layer],
+        layers: Sequence[Any],
         norm: RmsNorm,
         rope: Rope,
     ) -> None:
@@ -56,6 +58,15 @@ class Transformer:
         self.layers = layers
         self.norm = norm
         self.rope = rope
+
+    def batch(self, spans: Sequence[Span], device: torch.device) -> Batch:
+        """A step's batch as this model's kernels want it."""
+        return build_batch(spans, self.heads, device)
+
+    @property
+    def highest(self) -> Highest:
+        """What finds the highest logits of rows."""
+        return highest_of_rows
 
     @property
     def moe_layers(self) -> list[Moe]:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from pd_cluster.engine.plan import NewSequence, StepPlan, StepResult, Work
 from pd_cluster.engine.torch_engine import TorchEngine, build_engine
 from pd_cluster.ids import BlockId, Rank, RequestId
-from pd_cluster.model.batch import Span, build_batch
+from pd_cluster.model.batch import Span
 from pd_cluster.model.config import ModelConfig
 from pd_cluster.model.random_weights import RandomSource
 from pd_cluster.model.source import LoadedModel, open_model
@@ -73,7 +73,13 @@ class Cluster:
     """An engine of data_parallel x tensor_parallel ranks, one thread each; steps run on all of them together."""
 
     def __init__(
-        self, of: str | ModelConfig, dp: int = 1, tp: int = 1, num_blocks: int | None = 40, **options: Any
+        self,
+        of: str | ModelConfig,
+        dp: int = 1,
+        tp: int = 1,
+        num_blocks: int | None = 40,
+        make_source: type[RandomSource] = RandomSource,
+        **options: Any,
     ) -> None:
         self.dp, self.tp = dp, tp
         options.setdefault("dtype", "float32")
@@ -86,7 +92,7 @@ class Cluster:
         def build(rank: int) -> TorchEngine:
             torch.set_num_threads(1)
             groups = Groups.connect(store, rank=Rank(rank), tensor_parallel=tp, data_parallel=dp, timeout_s=60)
-            source = RandomSource(of) if isinstance(of, ModelConfig) else open_model(str(CHECKPOINTS / of)).source
+            source = make_source(of) if isinstance(of, ModelConfig) else open_model(str(CHECKPOINTS / of)).source
             return build_engine(config, source, groups=groups, num_blocks=num_blocks, **options)
 
         self.engines = list(self._pool.map(build, range(dp * tp)))
@@ -192,6 +198,6 @@ def prefill(engine: TorchEngine, prompts: list[list[int]]) -> Tensor:
         blocks, order = order[:num_blocks], order[num_blocks:]
         units = (blocks[:, None] * units_per_block + torch.arange(units_per_block)).reshape(-1)
         spans.append(Span(0, len(ids), torch.tensor(ids).numpy(), units.numpy(), True))
-    batch = build_batch(spans, engine.model.heads, torch.device("cpu"))
+    batch = engine.model.batch(spans, torch.device("cpu"))
     engine.arena.clear_units(batch.open_units)
     return engine.model(batch, engine.arena.layers)

@@ -1,0 +1,215 @@
+"""The CPU kernels in C: compiled for this machine when first needed, kept in the user's cache, called through ctypes.
+
+They compute bfloat16 layers; the torch code beside them is their reference and serves whatever they do not: other
+dtypes, other devices, a host without a C compiler. `PD_CLUSTER_NATIVE=0` leaves them out.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from pd_cluster.env import native_kernels
+from pd_cluster.log import get_log
+
+SOURCES = Path(__file__).parent / "native"
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+BUILD_TIMEOUT_S = 120.0
+
+log = get_log(__name__)
+
+
+class Linear(Structure):
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("num_outputs", c_int64),
+        ("num_inputs", c_int64),
+        ("gated", c_int64),
+    )
+
+
+class Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_double))
+
+
+class GqaLayer(Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("qk_norm", Norm),
+        ("qkv", Linear),
+        ("out", Linear),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("num_groups", c_int64),
+        ("head_dim", c_int64),
+        ("read", c_void_p),
+        ("rope_dim", c_int64),
+        ("interleaved", c_int64),
+        ("scale", c_double),
+    )
+
+
+class MlaLayer(Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("q_norm", Norm),
+        ("kv_norm", Norm),
+        ("compress", Linear),
+        ("q_b", Linear),
+        ("out", Linear),
+        ("absorb", Linear),
+        ("expand_keys", Linear),
+        ("expand_values", Linear),
+        ("absorb_stride", c_int64),
+        ("expand_keys_stride", c_int64),
+        ("expand_values_stride", c_int64),
+        ("num_heads", c_int64),
+        ("q_lora_rank", c_int64),
+        ("kv_lora_rank", c_int64),
+        ("nope_dim", c_int64),
+        ("rope_dim", c_int64),
+        ("value_dim", c_int64),
+        ("interleaved", c_int64),
+        ("scale", c_double),
+    )
+
+
+class MlpLayer(Structure):
+    _fields_ = (("norm", Norm), ("gate_up", Linear), ("down", Linear))
+
+
+class ExpertsLayer(Structure):
+    _fields_ = (
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("gate_up_stride", c_int64),
+        ("down_stride", c_int64),
+    )
+
+
+class Pages(Structure):
+    _fields_ = (("base", c_void_p), ("unit_stride", c_int64), ("head_stride", c_int64))
+
+
+class Step(Structure):
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_segments", c_int64),
+        ("num_decodes", c_int64),
+        ("num_threads", c_int64),
+        ("segments", c_void_p),
+        ("units", c_void_p),
+        ("token_units", c_void_p),
+        ("token_offsets", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
+SEGMENT_FIELDS = 5
+"""int64 values of a segment: first token, number of tokens, tokens before them, first of its units, expanded."""
+
+_int, _ptr = c_int64, c_void_p
+FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "packed_size": (c_int64, (_int, _int, _int)),
+    "pack": (None, (_ptr, _ptr, _int, _int, _int)),
+    "linear_alone": (None, (POINTER(Linear), _ptr, _int, _int, _ptr, _int, _int, _int)),
+    "norm_layer": (None, (POINTER(Norm), _ptr, _int, _int, _ptr, _int)),
+    "gqa_layer": (None, (POINTER(GqaLayer), POINTER(Step), POINTER(Pages), _ptr, _ptr)),
+    "mla_layer": (None, (POINTER(MlaLayer), POINTER(Step), POINTER(Pages), _ptr, _ptr)),
+    "mlp_layer": (None, (POINTER(MlpLayer), _int, _ptr, _ptr, _int)),
+    "experts_layer": (None, (POINTER(ExpertsLayer), _int, _ptr, _ptr, _ptr, _ptr, _int, _ptr, _int)),
+    "head_layer": (None, (POINTER(Norm), POINTER(Linear), _ptr, _int, _ptr, _int)),
+    "highest_of_rows": (None, (_ptr, _int, _int, _int, _ptr, _ptr, _int)),
+    "sum_of_bytes": (c_float, (_ptr, _int)),
+}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where they are switched off or cannot be built, which is logged once."""
+    if not native_kernels():
+        return None
+    compiler = find_compiler()
+    if compiler is None:
+        log.info("native_kernels_left_out", reason="no C compiler")
+        return None
+    try:
+        return load(_build(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        log.warning("native_kernels_left_out", reason=str(reason)[-500:])
+        return None
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The kernels of a shared object, with their types."""
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def find_compiler() -> str | None:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def _build(compiler: str) -> Path:
+    """The shared object, compiled unless the cache holds it. One process compiles, others wait for it."""
+    directory = _cache_directory()
+    target = directory / f"kernels-{_key(compiler)}.so"
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=directory) as temporary:
+                os.replace(compile_to(Path(temporary) / target.name, compiler), target)
+    return target
+
+
+def compile_to(target: Path, compiler: str, flags: Sequence[str] = FLAGS) -> Path:
+    """Raises CalledProcessError with the compiler's words in `stderr`."""
+    sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
+    command = [compiler, *flags, "-o", str(target), *sources, "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    return target
+
+
+def _cache_directory() -> Path:
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-cluster"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "lock").touch()
+    except OSError:
+        directory = Path(tempfile.mkdtemp(prefix="pd-cluster-kernels-"))
+    return directory
+
+
+def _key(compiler: str) -> str:
+    """What the object depends on: sources, flags, compiler and the processor that `-march=native` means."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
+    digest = hashlib.blake2b(repr((FLAGS, version, _processor())).encode(), digest_size=12)
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    kept = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(kept)))
