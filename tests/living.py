@@ -12,7 +12,7 @@ from typing import Any, Self
 from harness import Output, request
 
 from pd_cluster.config import ClusterConfig, load_config
-from pd_cluster.ids import EngineId, Rank, RequestId
+from pd_cluster.ids import EngineId, Rank, RequestId, WorkerId
 from pd_cluster.launch.cluster import Cluster
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent
 from pd_cluster.messages import WorkerLoad
@@ -141,6 +141,7 @@ class LivingCluster:
 
     async def granted(self, request_id: str) -> Attempt:
         """Wait until a decode worker keeps blocks for the request and its source was told to write."""
+        await asyncio.sleep(0)  # a task made just now has not begun
         while True:
             flight = self.pipeline._flights[RequestId(request_id)]
             if flight.attempt is not None and flight.attempt.granted_s is not None:
@@ -161,6 +162,15 @@ class LivingCluster:
         async with asyncio.timeout(timeout_s):
             await self.cluster.router.until_ready(self.num_workers)
         return time.monotonic()
+
+    async def settled(self, worker_id: str, condition: Callable[[WorkerLoad], bool], timeout_s: float = 20.0) -> None:
+        """Wait until a worker's load is so."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                worker = self.pipeline.directory.get(WorkerId(worker_id))
+                if worker is not None and condition(worker.load):
+                    return
+                await asyncio.sleep(0.01)
 
     async def until_accounted(self, timeout_s: float = 15.0) -> None:
         """Wait until fresh words of all workers say that nothing is held, reserved, quarantined or running."""
