@@ -5,6 +5,9 @@ several copies. The first copies are spread contiguously and evenly; the number 
 of ranks.
 """
 
+import hashlib
+
+import msgspec
 from msgspec import Struct
 
 from pd_cluster.errors import ConfigError
@@ -44,6 +47,21 @@ class Placement(Struct, frozen=True, kw_only=True):
         """What `rank` holds of MoE layer `layer`, by local slot."""
         start = rank * self.slots_per_rank
         return self.layers[layer].slots[start : start + self.slots_per_rank]
+
+    def digest(self) -> bytes:
+        """16 bytes that differ when anything of the placement does: what ranks compare before they act on a plan."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
+
+    def moved(self, old: "Placement") -> list[int]:
+        """[MoE layers] experts that must be loaded to come here from `old`: copies on a rank that lacked the expert."""
+        assert (self.num_ranks, len(self.layers)) == (old.num_ranks, len(old.layers)), "placements of different engines"
+        return [
+            sum(
+                len(set(self.rank_slots(layer, Rank(rank))) - set(old.rank_slots(layer, Rank(rank))) - {None})
+                for rank in range(self.num_ranks)
+            )
+            for layer in range(len(self.layers))
+        ]
 
     def copies(self, layer: int) -> list[list[SlotId]]:
         """[num_experts] the slots that hold each expert, ascending."""
