@@ -8,6 +8,7 @@ import openai
 import tokenizers
 from fake_worker import VOCAB_SIZE, FakeWorker, ServedWorker
 from grpc import aio
+from msgspec import structs
 
 from pd_cluster.config import ClusterConfig, ModelSection, RouterSection
 from pd_cluster.model.chat_template import ChatTemplate
@@ -66,11 +67,12 @@ class System:
         for worker in workers:
             worker.peers = peers
         self.served = [ServedWorker(worker, heartbeat_s=0.05) for worker in workers]
+        self.model = model or toy_model()
         config = ClusterConfig(
             model=ModelSection(path="toy"),
             router=RouterSection(http_port=0, **router),  # type: ignore[arg-type]
         )
-        self.router = Router(config, model or toy_model(), grpc_limits=grpc_limits)  # type: ignore[arg-type]
+        self.router = Router(config, self.model, grpc_limits=grpc_limits)  # type: ignore[arg-type]
 
     async def __aenter__(self) -> "System":
         await self.router.start()
@@ -93,6 +95,14 @@ class System:
         await self.router.stop()
         for served in self.served:
             await served.stop()
+
+    async def restart(self) -> None:
+        """Another router at the same gRPC port, in front of the same workers."""
+        section = structs.replace(self.router.config.router, grpc_port=self.router.grpc_port)
+        config = structs.replace(self.router.config, router=section)
+        await self.router.stop()
+        self.router = Router(config, self.model, addresses=[served.address for served in self.served])  # type: ignore[arg-type]
+        await self.router.start()
 
     @property
     def workers(self) -> list[FakeWorker]:

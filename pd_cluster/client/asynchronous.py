@@ -1,0 +1,312 @@
+"""The client for asyncio: the same methods as the blocking one, as coroutines and asynchronous iterators."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from grpc import aio
+
+from pd_cluster.client.asking import Messages, Options, Prompt, chat_message, chat_request, prompt_request
+from pd_cluster.client.connection import DEFAULT_ADDRESS, Tls, Turn, connection
+from pd_cluster.client.failures import cause_of
+from pd_cluster.client.following import WHOLE_INTERVAL_MS, Following
+from pd_cluster.client.patience import Patience
+from pd_cluster.client.results import (
+    Chunk,
+    ClusterStatus,
+    Completion,
+    Model,
+    Role,
+    WorkerStatus,
+    cluster_status,
+    plain,
+    worker_status,
+)
+from pd_cluster.clock import SystemClock
+from pd_cluster.errors import PdClusterError
+from pd_cluster.pb.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+
+class AsyncRouter:
+    """The stubs of one router."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.inference = inference_pb2_grpc.InferenceStub(channel)
+        self.cluster = cluster_pb2_grpc.ClusterStub(channel)
+
+
+class AsyncClient:
+    """`async with AsyncClient("host:8001") as client`. Several addresses are routers of the same cluster.
+
+    Belongs to the event loop of its first call. Errors are those of `pd_cluster.errors`.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        allow_insecure: bool = False,
+        timeout_s: float = 600.0,
+        resume_timeout_s: float = 60.0,
+        keepalive_s: float = 10.0,
+    ) -> None:
+        """As `Client`."""
+        self._connection = connection(
+            addresses,
+            api_key=api_key,
+            tls=tls,
+            allow_insecure=allow_insecure,
+            timeout_s=timeout_s,
+            resume_timeout_s=resume_timeout_s,
+            keepalive_s=keepalive_s,
+        )
+        self._credentials = tls.credentials() if tls is not None else None
+        self._dialled: dict[int, AsyncRouter] = {}
+        self._turn = Turn(len(self._connection.addresses))
+
+    async def close(self) -> None:
+        """Hang up; streams that still run end with an error."""
+        routers, self._dialled = list(self._dialled.values()), {}
+        await asyncio.gather(*(router.channel.close() for router in routers))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # ---- completions
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """The whole completion of a text or of token ids."""
+        return await self._whole(prompt_request(prompt, options), options)
+
+    async def chat(self, messages: Messages, **options: Unpack[Options]) -> Completion:
+        """What the assistant says next, as a whole."""
+        return await self._whole(chat_request(messages, options), options)
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> "AsyncStream":
+        """A completion as it comes: `async for chunk in client.stream(...)`."""
+        return self._follow(prompt_request(prompt, options), options)
+
+    def stream_chat(self, messages: Messages, **options: Unpack[Options]) -> "AsyncStream":
+        """What the assistant says next, as it comes."""
+        return self._follow(chat_request(messages, options), options)
+
+    def _follow(self, request: inference_pb2.GenerateRequest, options: Options) -> "AsyncStream":
+        return AsyncStream(self, Following(request, self._patience(options.get("timeout_s"))))
+
+    async def _whole(self, request: inference_pb2.GenerateRequest, options: Options) -> Completion:
+        request.stream_interval_ms = WHOLE_INTERVAL_MS
+        async with self._follow(request, options) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    # ---- tokens, models
+
+    async def tokenize(self, text: str | Messages, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, or of a chat up to where the assistant speaks."""
+        message = inference_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+        if isinstance(text, str):
+            message.text = text
+        else:
+            message.chat.CopyFrom(chat_message(text))
+        return list((await self._ask(lambda router: router.inference.Tokenize, message)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        message = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        text: str = (await self._ask(lambda router: router.inference.Detokenize, message)).text
+        return text
+
+    async def models(self) -> list[Model]:
+        answer = await self._ask(lambda router: router.inference.ListModels, inference_pb2.ListModelsRequest())
+        return [plain(Model, model) for model in answer.models]
+
+    # ---- the cluster
+
+    async def status(self, *, max_requests: int = 0) -> ClusterStatus:
+        """`max_requests`: how many of the requests in flight to list, the oldest first."""
+        message = cluster_pb2.GetStatusRequest(max_requests=max_requests)
+        return cluster_status((await self._ask(lambda router: router.cluster.GetStatus, message)).status)
+
+    async def watch(self, interval_s: float = 1.0, *, max_requests: int = 0) -> AsyncIterator[ClusterStatus]:
+        """The status again and again; goes on at another router, or the same one restarted, when one is lost."""
+        message = cluster_pb2.WatchStatusRequest(interval_ms=round(1000 * interval_s), max_requests=max_requests)
+        patience = self._patience(float("inf"))
+        begun = False
+        while True:
+            index = self._turn.index
+            call: Any = self._router(index).cluster.WatchStatus(message, metadata=self._connection.metadata)
+            failure: grpc.RpcError | None = None
+            try:
+                async for response in call:
+                    patience.progress()
+                    begun = True
+                    yield cluster_status(response.status)
+            except grpc.RpcError as error:
+                failure = error
+            finally:
+                call.cancel()
+            cause = cause_of(failure)
+            delay_s = patience.next_delay_s(begun=begun) if cause.lost else None
+            if delay_s is None:
+                raise cause.error
+            self._turn.failed(index)
+            await asyncio.sleep(delay_s)
+
+    async def drain(self, worker_id: str) -> WorkerStatus:
+        """The worker takes nothing new and finishes what it has. Raises UnknownWorker, PermissionDenied."""
+        message = cluster_pb2.DrainRequest(worker_id=worker_id)
+        return worker_status((await self._ask(lambda router: router.cluster.Drain, message)).worker)
+
+    async def scale(self, role: Role | str, instances: int) -> int:
+        """Let that many engines of a role run; how many were meant to before. Raises NotSupported, PermissionDenied."""
+        role_value = cluster_pb2.Role.Value(f"ROLE_{Role(role).name}")
+        message = cluster_pb2.ScaleRequest(role=role_value, instances=instances)
+        return int((await self._ask(lambda router: router.cluster.Scale, message)).instances_before)
+
+    # ---- calls
+
+    def _router(self, index: int) -> AsyncRouter:
+        router = self._dialled.get(index)
+        if router is None:
+            address, options = self._connection.addresses[index], self._connection.options
+            if self._credentials is not None:
+                channel = aio.secure_channel(address, self._credentials, options)
+            else:
+                channel = aio.insecure_channel(address, options)
+            router = self._dialled[index] = AsyncRouter(channel)
+        return router
+
+    def _patience(self, timeout_s: float | None) -> Patience:
+        return Patience(
+            SystemClock(),
+            timeout_s=self._connection.timeout_s if timeout_s is None else timeout_s,
+            resume_timeout_s=self._connection.resume_timeout_s,
+            num_routers=self._turn.num_routers,
+        )
+
+    async def _ask(self, method: Callable[[AsyncRouter], Any], message: Any) -> Any:
+        """One answer, from the first router that gives any."""
+        patience = self._patience(None)
+        while True:
+            index = self._turn.index
+            try:
+                return await method(self._router(index))(
+                    message, timeout=max(0.0, patience.remaining_s()), metadata=self._connection.metadata
+                )
+            except grpc.RpcError as error:
+                cause = cause_of(error)
+            if not cause.lost or patience.next_delay_s(begun=False) is None:
+                raise cause.error
+            self._turn.failed(index)
+
+    def open(self, following: Following) -> tuple[int, Any]:
+        """The next attempt of a stream: which router, and the call."""
+        index = self._turn.index
+        call = self._router(index).inference.GenerateStream(
+            following.request(), timeout=following.timeout_s(), metadata=self._connection.metadata
+        )
+        return index, call
+
+    def lost(self, index: int) -> None:
+        """A stream broke at that router."""
+        self._turn.failed(index)
+
+
+class AsyncStream:
+    """An asynchronous iterator of chunks; leaving its `async with` block, or `close()`, cancels what is not finished.
+
+    `text` and `token_ids` are everything so far; `completion` is there at the end.
+    """
+
+    def __init__(self, client: AsyncClient, following: Following) -> None:
+        self._client = client
+        self._following = following
+        self._index = 0
+        self._call: Any = None
+        self._closed = False
+
+    @property
+    def text(self) -> str:
+        return self._following.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._following.token_ids
+
+    @property
+    def request_id(self) -> str:
+        """Empty until the request was accepted."""
+        return self._following.request_id
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer; only after the last chunk."""
+        return self._following.completion()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not (self._following.done or self._closed):
+            try:
+                if self._call is None:
+                    self._index, self._call = self._client.open(self._following)
+                message = await self._call.read()
+                chunk = self._following.take(message) if message is not aio.EOF else None
+            except (grpc.RpcError, PdClusterError) as error:
+                await self._broke(error)
+                continue
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if self._closed and not (task is not None and task.cancelling()):
+                    break  # not we were cancelled: somebody called close()
+                raise
+            if message is aio.EOF:
+                await self._broke(None)
+                continue
+            if self._following.done:
+                await self._finish()
+            if chunk is not None:
+                return chunk
+        raise StopAsyncIteration
+
+    async def _broke(self, failure: grpc.RpcError | PdClusterError | None) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        if self._closed:
+            return
+        delay_s = self._following.failed(failure)
+        self._client.lost(self._index)
+        await asyncio.sleep(delay_s)
+
+    async def _finish(self) -> None:
+        """Let the call end as it does, so that the router does not take it for cancelled."""
+        with contextlib.suppress(grpc.RpcError):
+            await self._call.read()
