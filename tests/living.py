@@ -46,11 +46,14 @@ def config_of(model: str, **values: Any) -> ClusterConfig:
 
 
 async def generate(
-    pipeline: Pipeline, made: Request, on_token: Callable[[int], Awaitable[None]] | None = None
+    pipeline: Pipeline,
+    made: Request,
+    on_token: Callable[[int], Awaitable[None]] | None = None,
+    timeout_s: float | None = None,
 ) -> Output:
     """The whole answer; `on_token` is awaited with the number of tokens so far."""
     output = Output([], [], None, Timings())
-    async for delta in pipeline.generate(made):
+    async for delta in pipeline.generate(made, timeout_s=timeout_s):
         output.token_ids += delta.token_ids
         output.logprobs += delta.logprobs or []
         if on_token is not None:
