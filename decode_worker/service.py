@@ -208,7 +208,8 @@ class DecodeWorker:
         if lasting:
             self._outgoing.broadcast([m.Quarantined(transfers=lasting[:MAX_QUARANTINE_TOLD])])
 
-    def _do(self, notices: list[Notice]) -> None:
+    def _do(self, notices: list[Notice], known: TransferId | None = None) -> None:
+        """Act on notices. Of the failure of `known` the router hears from the prefill worker."""
         for notice in notices:
             match notice:
                 case Grant():
@@ -216,8 +217,10 @@ class DecodeWorker:
                 case Filled():
                     self._adopt(notice.transfer_id)
                 case Refused():
-                    failed = m.Failed(request_id=notice.request_id, transfer_id=notice.transfer_id, error=notice.error)
-                    self._owners.tell(notice.request_id, failed)
+                    if notice.transfer_id != known:
+                        error, transfer_id = notice.error, notice.transfer_id
+                        failed = m.Failed(request_id=notice.request_id, transfer_id=transfer_id, error=error)
+                        self._owners.tell(notice.request_id, failed)
                     self._forget(notice.request_id)
                 case Freed():
                     self._close(notice.transfer_id)
@@ -287,7 +290,8 @@ class DecodeWorker:
             case RankFailed():
                 self._do(self.reservations.rank_failed(notice.transfer_id, from_info(notice.error)))
             case _:
-                self._do(self.reservations.rank_stopped(notice.transfer_id, tp_rank))
+                # its record may overtake its word: that it has finished the request, or why it failed
+                self._do(self.reservations.rank_stopped(notice.transfer_id, tp_rank), known=notice.transfer_id)
 
     # ---- from the engine
 

@@ -250,7 +250,8 @@ class Flight:
         attempt.started = True
         self._move(Phase.PREFILLING)
         self._note_start(message)
-        self._reserve(attempt)
+        if attempt.first_index + 1 < self.request.sampling.max_tokens:  # else prefill draws the last token
+            self._reserve(attempt)
 
     def _note_start(self, message: m.Started) -> None:
         if self._num_attempts == 1:

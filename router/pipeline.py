@@ -9,6 +9,8 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 
+from msgspec import structs
+
 from pd_cluster import messages as m
 from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.errors import (
@@ -99,7 +101,7 @@ class Pipeline:
             raise DuplicateRequest(f"request {request.id} is in flight already")
         if self._num_in_phase[Phase.QUEUED] >= self._max_queue:
             raise Overloaded(f"{self._max_queue} requests wait already: retry later")
-        self._validate(request)
+        request = self._checked(request)
         deadline_s = self.now_s() + (self._request_timeout_s if timeout_s is None else timeout_s)
         flight = Flight(request, self, self._limits, deadline_s, prefer)
         stream = TokenStream(flight, ready)
@@ -153,12 +155,21 @@ class Pipeline:
         """The context that every worker has; None while no worker is known."""
         return min((worker.info.max_model_len for worker in self.directory.workers), default=None)
 
-    def _validate(self, request: Request) -> None:
+    def _checked(self, request: Request) -> Request:
+        """Valid, and with a `max_tokens` that fits into every worker's context, so that it ends at the same token
+        wherever it runs.
+        """
         max_model_len = self.max_model_len
-        if max_model_len is not None:
-            request.validate(min(worker.info.vocab_size for worker in self.directory.workers), max_model_len)
-        elif not request.token_ids:
-            raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
+        if max_model_len is None:
+            if not request.token_ids:
+                raise InvalidRequest("the prompt is empty: send at least one token", param="prompt")
+            return request
+        request.validate(min(worker.info.vocab_size for worker in self.directory.workers), max_model_len)
+        sampling, room = request.sampling, max_model_len - request.num_prompt_tokens
+        if sampling.max_tokens <= room:
+            return request
+        bounded = structs.replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        return structs.replace(request, sampling=bounded)
 
     # ---- life
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import CHECKPOINTS, Hold, LocalCluster, config_of, request, until
+from harness import CHECKPOINTS, Hold, LocalCluster, config_of, push_unit_by_unit, request, until
 
 from pd_cluster.errors import DeadlineExceeded, DuplicateRequest
 from pd_cluster.request import FinishReason
@@ -39,6 +39,24 @@ async def test_a_first_token_that_stops_or_is_the_last_ends_the_request_without_
         assert cluster.load("decode").num_steps == num_steps, "decode never ran"
         crossing = await cluster.greedy(PROMPT, stop_token_ids=(second,))
         assert (crossing.token_ids, crossing.finish) == ([first, second], FinishReason.STOP)
+
+
+async def test_a_first_token_that_stops_while_its_blocks_are_being_filled_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record that prefill writes no more may reach decode before its word that the request is done the router."""
+    push_unit_by_unit(monkeypatch)
+    async with split(prefill__max_num_batched_tokens=16, kv__prefix_cache=False) as cluster:
+        prompts = [[number + 3, *PROMPT] for number in range(16)]
+        firsts = [output.token_ids[0] for output in await cluster.all_greedy(prompts, max_tokens=1)]
+        for _ in range(2):
+            asked = (
+                cluster.greedy(prompt, stop_token_ids=(first,)) for prompt, first in zip(prompts, firsts, strict=True)
+            )
+            for output, first in zip(await asyncio.gather(*asked), firsts, strict=True):
+                assert (output.token_ids, output.finish) == ([first], FinishReason.STOP)
+                assert output.timings.num_retries == 0
+            assert await cluster.until_free() < 1.0
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 3, 7])

@@ -115,6 +115,10 @@ async def test_what_can_never_fit_is_refused_by_name_and_disturbs_nobody(alone: 
         outputs, *_ = await asyncio.gather(
             answers(cluster, [work[index] for index in short]), *(refused(length) for length in (96, 97, 127, 128, 500))
         )
+        grows = await cluster.greedy([7] * 95, max_tokens=30)
+        assert (grows.finish, len(grows.token_ids)) == (FinishReason.LENGTH, 1)
+        grows = await cluster.greedy([7] * 90, max_tokens=30)
+        assert (grows.finish, len(grows.token_ids)) == (FinishReason.LENGTH, 6)
     for output, index in zip(outputs, short, strict=True):
         assert_same(output, want[index])
 
