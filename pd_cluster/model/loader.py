@@ -104,7 +104,12 @@ class _Loader:
         norm = self.norm("model.norm.weight")
         if library is not None:
             return FusedTransformer(library, memory, config, heads, vocabulary, layers, norm, self.rope)
-        return Transformer(config, heads, vocabulary, layers, norm, self.rope)
+        plain = Transformer(config, heads, vocabulary, layers, norm, self.rope)
+        if self.device.type != "cuda":
+            return plain
+        from pd_cluster.model.device import DeviceTransformer
+
+        return DeviceTransformer(plain)
 
     def norm(self, name: str, size: int | None = None, eps: float | None = None) -> RmsNorm:
         weight = self.read(name, (size or self.config.hidden_size,))

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pd_cluster.kernels.gpu.launch import INTERPRETED, Launch, recording
-from pd_cluster.kernels.gpu.shapes import SHAPES
+from pd_cluster.kernels.gpu.shapes import FURTHER, SHAPES
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -53,10 +53,12 @@ class Resources(NamedTuple):
     spilled: int
 
 
-def launches(backend: str) -> Iterator[tuple[str, Launch]]:
-    """Every launch of every shape, under a name; a launcher that starts two kernels gives two."""
-    for name, call in SHAPES.items():
-        with recording(backend) as recorder:
+def launches(target: str, *, few: bool = False) -> Iterator[tuple[str, Launch]]:
+    """Every launch of every shape, under a name; a launcher that starts two kernels gives two. `few`: one form of
+    each kernel.
+    """
+    for name, call in (SHAPES if few else SHAPES | FURTHER).items():
+        with recording(TARGETS[target].backend) as recorder:
             call()
         for each in recorder.launches:
             yield f"{each.kernel.__name__.lstrip('_')} {name}", each
@@ -120,10 +122,10 @@ def _number(pattern: str, text: str) -> int:
     return int(found[1])
 
 
-def compile_all(targets: list[str], on_done: Callable[[Resources], None] = lambda _: None) -> list[Resources]:
+def compile_all(targets: list[str], on_done: Callable[[Resources], None], *, few: bool) -> list[Resources]:
     results = []
     for target in targets:
-        for name, launch in launches(TARGETS[target].backend):
+        for name, launch in launches(target, few=few):
             resources = compile_for(target, name, launch)
             on_done(resources)
             results.append(resources)
@@ -143,6 +145,7 @@ def complaints(results: list[Resources]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile every GPU kernel and say what it needs.")
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="default: all")
+    parser.add_argument("--few", action="store_true", help="one form of each kernel")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args()
     if INTERPRETED:
@@ -156,7 +159,7 @@ def main() -> None:
 
     if not options.json:
         sys.stdout.write(f"{'kernel':34} {'target':7} warps registers   shared  spilled\n")
-    results = compile_all(options.targets or list(TARGETS), show)
+    results = compile_all(options.targets or list(TARGETS), show, few=options.few)
     if options.json:
         sys.stdout.write(msgspec.json.encode([r._asdict() for r in results]).decode() + "\n")
     sys.exit("\n".join(complaints(results)) or 0)

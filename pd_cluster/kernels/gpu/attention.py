@@ -24,6 +24,9 @@ from torch import Tensor
 from pd_cluster.kernels.gpu.launch import backend, dot, launch, power_of_two, precision
 from pd_cluster.kernels.paged import GqaPages, MlaPages
 
+UNIT_TOKENS = 16
+EXPANDED_BYTES = 1 << 30
+"""MLA prefill expands latents for so many heads at a time that they fit in this."""
 LOG2_E = 1.4426950408889634
 GQA_SPLIT = 512
 MLA_SPLIT = 1024
@@ -42,6 +45,15 @@ class Segments(NamedTuple):
     num_decodes: int
     longest_decode: int  # keys of the longest decode, or a bound
     longest_prefill: int  # most new tokens of a segment that is no decode, or a bound
+
+
+class NewTokens(NamedTuple):
+    """One segment, known to the host: see `Segments.rows_G5`."""
+
+    start: int
+    num_tokens: int
+    num_prefix: int
+    first_unit: int
 
 
 @triton.jit
@@ -337,3 +349,34 @@ def _attend_prefills(q: Tensor, keys: _Keys, segments: Segments, scale: float, o
         GROUP=Q // K, D=keys.D, R=keys.R, V=keys.V, M=tiles.M, S=tiles.S, **_padded(keys),
         PRECISION=precision(q.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+
+
+def attend_mla_expanded(
+    q_TQD: Tensor, pages: MlaPages, new: NewTokens, units: Tensor, expand_QNC: Tensor, value_dim: int, scale: float
+) -> Tensor:
+    """[T, Q, V]: one sequence's new tokens, its latents expanded to keys and values by `expand_QNC` [Q, nope + V, C].
+
+    The expansion lies as pages in order, [S, Q, key | value], some heads at a time.
+    """
+    T, Q, D = q_TQD.shape
+    C, nope_dim = expand_QNC.shape[2], expand_QNC.shape[1] - value_dim
+    num_units = -(-(new.num_prefix + T) // UNIT_TOKENS)
+    latent = pages.latent_UWC.index_select(0, units[new.first_unit : new.first_unit + num_units]).flatten(0, 1)
+    S, width = len(latent), D + value_dim
+    step = min(Q, max(1, EXPANDED_BYTES // (S * width * q_TQD.element_size())))
+    device = q_TQD.device
+    row = torch.tensor([[0, T, new.num_prefix, 0, 0]], dtype=torch.int64).to(device, non_blocking=True)
+    in_order = torch.arange(num_units, device=device)
+    out = q_TQD.new_empty((T, Q, value_dim))
+    for first in range(0, Q, step):
+        expand_QNC_part = expand_QNC[first : first + step]
+        heads = len(expand_QNC_part)
+        expanded = torch.matmul(latent[:, :C], expand_QNC_part.flatten(0, 1).T).view(S, heads, -1)
+        rows = q_TQD.new_empty((S, heads, width))
+        rows[..., :nope_dim] = expanded[..., :nope_dim]
+        rows[..., nope_dim:D] = latent[:, C:].unsqueeze(1)
+        rows[..., D:] = expanded[..., nope_dim:]
+        keys = _Keys(rows, rows[..., D:], UNIT_TOKENS * heads * width, width, heads * width, D, 0, value_dim, 0)
+        segments = Segments(row, in_order, torch.arange(heads, device=device), 0, 0, T)
+        out[:, first : first + step] = _attend(q_TQD[:, first : first + step], keys, segments, scale)
+    return out

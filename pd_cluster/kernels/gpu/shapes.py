@@ -51,6 +51,12 @@ def _mla(num_heads: int, *, decode: bool) -> None:
     attention.attend_mla(_meta(32, num_heads, 576), _mla_pages(), segments, 512, 0.1)
 
 
+def _mla_expanded() -> None:
+    new = attention.NewTokens(0, 2048, 4096, 0)
+    expand = _meta(128, 256, 512)
+    attention.attend_mla_expanded(_meta(2048, 128, 192), _mla_pages(), new, _int64(5000), expand, 128, 0.1)
+
+
 def _angles(R: int) -> tuple[Tensor, Tensor]:
     return _meta(32, 1, R // 2, dtype=FP32), _meta(32, 1, R // 2, dtype=FP32)
 
@@ -94,17 +100,11 @@ def _gemm_fp8(num_rows: int) -> None:
 SHAPES: dict[str, Callable[[], object]] = {
     "gqa 32/8x128": lambda: _gqa(32, 8, 128, decode=True),
     "gqa 32/8x128 new": lambda: _gqa(32, 8, 128, decode=False),
-    "gqa 8/4x256": lambda: _gqa(8, 4, 256, decode=True),
-    "gqa 8/4x256 new": lambda: _gqa(8, 4, 256, decode=False),
-    "gqa 32/8x128 fp32": lambda: _gqa(32, 8, 128, decode=True, dtype=FP32),
-    "gqa 32/8x128 fp32 new": lambda: _gqa(32, 8, 128, decode=False, dtype=FP32),
     "mla 128x576": lambda: _mla(128, decode=True),
     "mla 128x576 new": lambda: _mla(128, decode=False),
-    "mla 16x576": lambda: _mla(16, decode=True),
-    "7168": lambda: norm.rms_norm(_meta(32, 7168), _meta(7168), 1e-6),
+    "mla 128x192 expanded": _mla_expanded,
     "7168 add": lambda: norm.add_rms_norm(_meta(32, 7168), _meta(32, 7168), _meta(7168), 1e-6),
     "gqa 48x128": lambda: _rotate(norms=False),
-    "gqa 48x128 qk norm": lambda: _rotate(norms=True),
     "mla 128x64": lambda: rotary.rotate_queries(
         _meta(32, 128, 192)[..., 128:], _meta(32, 128, 576)[..., 512:], _angles(64), True
     ),
@@ -112,19 +112,30 @@ SHAPES: dict[str, Callable[[], object]] = {
     "gather": lambda: units.gather_units(_meta(UNITS, 61 * 16 * 576), _int64(32)),
     "scatter": lambda: units.scatter_units(_meta(UNITS, 61 * 16 * 576), _int64(32), _meta(32, 61 * 16 * 576)),
     "8 of 256 in 4 of 8": lambda: _gate(gate.GateRule(8, True, 8, 4, 2, True, 2.5), 256),
-    "6 of 160 in 3 of 8": lambda: _gate(gate.GateRule(6, False, 8, 3, 1, False, 16.0), 160),
-    "8 of 128": lambda: _gate(gate.GateRule(8, normalises=True), 128),
     "16 slots": lambda: permute.order_by_slot(_int64(32, 8), 16),
     "permute": lambda: permute.permute(_meta(32, 7168), _int32(256), 8),
     "unpermute": lambda: permute.unpermute(_meta(256, 7168), _int32(256), _meta(32, 8, dtype=FP32)),
     "arrived": lambda: permute.add_pairs(_meta(256, 7168), _int64(256), _meta(256, dtype=FP32), 32),
-    "bf16 16 rows": lambda: _gemm(256, indexed=True),
     "bf16 128 rows": lambda: _gemm(4096, indexed=False),
-    "fp32": lambda: _gemm(256, indexed=True, dtype=FP32),
-    "fp8 16 rows": lambda: _gemm_fp8(256),
     "fp8 128 rows": lambda: _gemm_fp8(4096),
     "fp8": lambda: fp8.quantise(_meta(32, 7168)),
     "silu fp8": lambda: fp8.silu_mul_quantise(_meta(32, 4096)),
     "2048": lambda: fp8.silu_mul(_meta(32, 4096)),
 }
-"""A launcher's call by its name; names differ, kernels may not."""
+"""A launcher's call by its name: every kernel, in its largest form."""
+
+FURTHER: dict[str, Callable[[], object]] = {
+    "gqa 8/4x256": lambda: _gqa(8, 4, 256, decode=True),
+    "gqa 8/4x256 new": lambda: _gqa(8, 4, 256, decode=False),
+    "gqa 32/8x128 fp32": lambda: _gqa(32, 8, 128, decode=True, dtype=FP32),
+    "gqa 32/8x128 fp32 new": lambda: _gqa(32, 8, 128, decode=False, dtype=FP32),
+    "mla 16x576": lambda: _mla(16, decode=True),
+    "7168": lambda: norm.rms_norm(_meta(32, 7168), _meta(7168), 1e-6),
+    "gqa 48x128 qk norm": lambda: _rotate(norms=True),
+    "6 of 160 in 3 of 8": lambda: _gate(gate.GateRule(6, False, 8, 3, 1, False, 16.0), 160),
+    "8 of 128": lambda: _gate(gate.GateRule(8, normalises=True), 128),
+    "bf16 16 rows": lambda: _gemm(256, indexed=True),
+    "fp32": lambda: _gemm(256, indexed=True, dtype=FP32),
+    "fp8 16 rows": lambda: _gemm_fp8(256),
+}
+"""Kernels again, in float32, for other families, or for few rows."""

@@ -1,0 +1,25 @@
+"""Every GPU kernel compiles for every target, on a machine without a GPU, and keeps to its registers."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_without_spilling(target: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-m", "pd_cluster.kernels.gpu.aot", "--json", target]
+    command += ["--few"] * (target != "sm_90")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    assert len(rows) >= (30 if target == "sm_90" else 18)
+    assert {row["target"] for row in rows} == {target}
+    print(f"{'kernel':32} {'warps':>8} {'registers':>9} {'shared':>7} {'spilled':>7}")
+    for row in rows:
+        print(f"{row['kernel']:32} {row['num_warps']:8} {row['registers']:9} {row['shared']:7} {row['spilled']:7}")
