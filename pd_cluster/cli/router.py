@@ -41,3 +41,4 @@ def router(
     configure_logging(log_level, log_format, "router")
     with contextlib.suppress(KeyboardInterrupt):  # being told to stop is how a server ends
         edge.run(run_router(resolved, sources, drain_timeout, Path(socket) if socket else None))
+    edge.leave()

@@ -82,6 +82,7 @@ def worker(
                 socket=Path(socket) if socket else None,
             )
         )
+    edge.leave()
 
 
 def place_of(ordinal: str, num_nodes: int, engine: int | None, node: int | None) -> tuple[int, int]:

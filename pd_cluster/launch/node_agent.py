@@ -5,6 +5,7 @@ are killed at once and it looks for the store again: node 0 may have been starte
 """
 
 import secrets
+import socket
 import threading
 
 from torch._C._distributed_c10d import TCPStore
@@ -24,6 +25,7 @@ log = get_log(__name__)
 LOOK_S = 0.1
 BEAT_S = 1.0
 RETRY_S = 1.0
+CONNECT_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 10.0
 COULD_NOT_START_CODE = 1
 
@@ -60,8 +62,8 @@ class NodeAgent:
         try:
             while not self.stop.is_set():
                 try:
-                    self._follow(connect(self._resolve(), self._store_port, STORE_TIMEOUT_S))
-                except (Unavailable, DistError) as error:
+                    self._follow(self._connect())
+                except (Unavailable, DistError, OSError) as error:
                     self._end()
                     if str(error) != reported:
                         reported = str(error)
@@ -71,8 +73,10 @@ class NodeAgent:
             self._end()
             self._local.close()
 
-    def _resolve(self) -> str:
-        return resolve_now(self._head)[0]
+    def _connect(self) -> TCPStore:
+        address = resolve_now(self._head)[0]
+        socket.create_connection((address, self._store_port), CONNECT_TIMEOUT_S).close()  # the store's own try is slow
+        return connect(address, self._store_port, STORE_TIMEOUT_S)
 
     def _follow(self, store: TCPStore) -> None:
         log.info("head_found", head=self._head, node=self._place.node)

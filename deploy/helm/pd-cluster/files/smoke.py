@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +14,7 @@ PATIENCE_S = 60.0  # for 429 and 503, which say: come again
 
 
 def call(url: str, body: dict[str, Any] | None = None) -> Any:
-    key = os.environ.get("PD_CLUSTER_API_KEY")
+    key = os.environ.get("PD_CLUSTER_API_KEY", "").strip()
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     give_up_s = time.monotonic() + PATIENCE_S
@@ -71,7 +72,10 @@ def grpc_health(address: str) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]  # by the resolver that HTTP uses
+    target = f"[{found[0]}]:{port}" if ":" in str(found[0]) else f"{found[0]}:{port}"
+    with grpc.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S, wait_for_ready=True)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
