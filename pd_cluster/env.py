@@ -1,6 +1,7 @@
 """Every environment variable that the cluster reads or sets, in one place.
 
 - PD_CLUSTER_LOG_DIR: keep the ranks' log files here (default: a temporary directory, kept only after a failure)
+- PD_CLUSTER_ADDRESS, PD_CLUSTER_API_KEY: where chat, status, top, drain and scale find a router, and the key they show
 - PD_CLUSTER_DEBUG: 1 shows tracebacks instead of one line for an error
 - PD_CLUSTER_NATIVE: 0 leaves out the C kernels for CPUs
 - CC, XDG_CACHE_HOME: what compiles these kernels, and where they are kept (default: cc, ~/.cache)
@@ -12,6 +13,9 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+ADDRESS = "PD_CLUSTER_ADDRESS"
+API_KEY = "PD_CLUSTER_API_KEY"
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

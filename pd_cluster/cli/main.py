@@ -6,13 +6,18 @@ from typing import Annotated
 import typer
 
 from pd_cluster.cli import bench, edge
+from pd_cluster.cli.chat import chat
 from pd_cluster.cli.config import config
 from pd_cluster.cli.demo import demo
 from pd_cluster.cli.doctor import doctor
+from pd_cluster.cli.drain import drain
 from pd_cluster.cli.generate import generate
 from pd_cluster.cli.prestop import prestop
 from pd_cluster.cli.router import router
+from pd_cluster.cli.scale import scale
 from pd_cluster.cli.serve import serve
+from pd_cluster.cli.status import status
+from pd_cluster.cli.top import top
 from pd_cluster.cli.worker import worker
 
 app = typer.Typer(
@@ -39,7 +44,7 @@ def main(
     pass
 
 
-for command in (demo, serve, generate, router, worker, prestop, doctor, config):
+for command in (demo, serve, generate, chat, status, top, drain, scale, router, worker, prestop, doctor, config):
     app.command()(edge.guard(command))
 app.add_typer(bench.app)
 

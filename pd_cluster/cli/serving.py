@@ -22,6 +22,11 @@ async def run_server(config: ClusterConfig) -> None:
         for worker in cluster.router.directory.workers:
             blocks = f"{worker.info.num_blocks} KV blocks of {worker.info.block_size} tokens"
             sys.stderr.write(f"{worker.id}: {blocks}, context {worker.info.max_model_len}\n")
-        sys.stderr.write(f"{served} is served at http://{config.router.host}:{cluster.router.http_port}/v1\n")
+        host, grpc_port = config.router.host, cluster.router.grpc_port
+        if grpc_port is not None:
+            sys.stderr.write(
+                f"gRPC API, for the SDK and for `pd-cluster chat`, `status` and `top`: {host}:{grpc_port}\n"
+            )
+        sys.stderr.write(f"{served} is served at http://{host}:{cluster.router.http_port}/v1\n")
         sys.stderr.flush()
         await cluster.supervisor.wait_failed()

@@ -249,6 +249,11 @@ class Stream:
         return self._following.request_id
 
     @property
+    def done(self) -> bool:
+        """Whether the last chunk has come."""
+        return self._following.done
+
+    @property
     def completion(self) -> Completion:
         """The whole answer; only after the last chunk."""
         return self._following.completion()

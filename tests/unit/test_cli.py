@@ -31,7 +31,10 @@ def test_help_imports_no_heavy_library() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["serve"], ["generate"], ["doctor"], ["config"], ["bench"]])
+COMMANDS = ["demo", "serve", "generate", "chat", "status", "top", "drain", "scale", "doctor", "config", "bench"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_every_command_explains_itself(command: list[str]) -> None:
     code, out, _ = run(*command, "--help")
     assert code == 0
