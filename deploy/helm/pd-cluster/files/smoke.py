@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 60.0
@@ -14,7 +15,8 @@ PATIENCE_S = 60.0  # for 429 and 503, which say: come again
 
 
 def call(url: str, body: dict[str, Any] | None = None) -> Any:
-    key = os.environ.get("PD_CLUSTER_API_KEY", "").strip()
+    key_file = os.environ.get("API_KEY_FILE")
+    key = Path(key_file).read_text().strip() if key_file else None
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     give_up_s = time.monotonic() + PATIENCE_S

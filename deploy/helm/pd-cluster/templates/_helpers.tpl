@@ -177,14 +177,9 @@ capabilities:
 - name: HF_HOME
   value: {{ printf "%s/huggingface" .Values.model.cache.mountPath | quote }}
 {{- end }}
-{{- with .Values.model.huggingFace }}
-{{- if .existingSecret }}
-- name: HF_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ .key }}
-{{- end }}
+{{- if .Values.model.huggingFace.existingSecret }}
+- name: HF_TOKEN_PATH
+  value: /etc/hugging-face/token
 {{- end }}
 {{- end -}}
 
@@ -199,6 +194,11 @@ capabilities:
 - name: models
   mountPath: {{ .Values.model.cache.mountPath }}
   readOnly: {{ .Values.model.cache.readOnly }}
+{{- end }}
+{{- if .Values.model.huggingFace.existingSecret }}
+- name: hugging-face
+  mountPath: /etc/hugging-face
+  readOnly: true
 {{- end }}
 {{- if .Values.security.tls.existingSecret }}
 - name: control-tls
@@ -226,6 +226,17 @@ capabilities:
   persistentVolumeClaim:
     claimName: {{ include "pd.cacheClaim" $root }}
     readOnly: {{ $root.Values.model.cache.readOnly }}
+{{- end }}
+{{- with $root.Values.model.huggingFace }}
+{{- if .existingSecret }}
+- name: hugging-face
+  secret:
+    secretName: {{ .existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .key }}
+        path: token
+{{- end }}
 {{- end }}
 {{- with $root.Values.security.tls.existingSecret }}
 - name: control-tls
