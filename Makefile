@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check format test bench clean
+.PHONY: help venv demo check format test security bench clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -4
@@ -55,6 +55,16 @@ format: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+TOOLS := $(or $(PD_CLUSTER_TOOLS),$(HOME)/.cache/pd-cluster/tools)
+
+$(TOOLS)/checkov/bin/checkov: | $(BIN)/python
+	"$(PYTHON)" -m venv $(TOOLS)/checkov
+	$(TOOLS)/checkov/bin/python -m pip --disable-pip-version-check install -q checkov==3.3.30
+
+# what the chart's objects and the image would be reproached with, by checkov
+security: $(VENV)/.dev $(TOOLS)/checkov/bin/checkov
+	$(BIN)/python -m pytest tests/deploy/test_security.py
 
 bench: $(VENV)/.run
 	$(BIN)/pd-cluster bench transfer
