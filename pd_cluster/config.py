@@ -29,6 +29,7 @@ class KvSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verify: bool = False  # checksum every transfer
     lease_s: float = 30.0
     transfer_deadline_s: float = 30.0
+    late_write_s: float = 120.0  # how long the network may deliver what a broken connection carried
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

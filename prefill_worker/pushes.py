@@ -10,7 +10,8 @@ computes.
 Every TP rank of a worker runs the same machine on the same inputs for the heads it sends; `push_group` joins their
 notices on the lead. Units are written once they are complete; the last unit waits for the commit, which travels with
 it to every target rank whose first source this rank is. Source blocks may be reused after RankPushed or RankStopped,
-not before: a write in flight still reads them.
+not before: a write in flight still reads them. A write whose connection broke may land late; only when the network
+cannot deliver it any more is its push called stopped.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +39,11 @@ from pd_cluster.transfer.contract import (
 from pd_cluster.transfer.plan import Route, copies, rotation, routes, units_of
 from prefill_worker.push_outputs import Cancel, Connect, Disconnect, Output, Post, RankFailed, RankPushed, RankStopped
 
+LATE_WRITE_S = 120.0
+"""How long the network may go on to deliver what a broken connection carried. The kernel tries for up to 100 s to send
+what a closed TCP socket still held; RDMA is done in milliseconds.
+"""
+
 FAREWELL_S = 5.0  # how long a StoppedRecord is tried: the router relays the same news
 
 
@@ -59,7 +65,7 @@ NEXT: dict[PushState, frozenset[PushState]] = {
 
 
 class PushLoad(Struct, frozen=True):
-    """`num_pending`: neither pushed nor stopped. `num_unquiet`: failed in a way that bytes may still land."""
+    """`num_pending`: neither pushed nor stopped. `num_unquiet`: failed, and bytes of them may still land."""
 
     num_pending: int
     num_unquiet: int
@@ -93,7 +99,7 @@ class _Push(Struct, kw_only=True):
     next_unit: int = 0
     is_written: bool = False  # everything is posted
     in_flight: set[int] = field(default_factory=set)
-    unquiet: bool = False
+    quiet_at_s: float | None = None  # when what its broken connections carried can land no more
     num_bytes: int = 0
     first_post_s: float | None = None
 
@@ -110,7 +116,8 @@ class Pushes:
     """All pushes of TP rank `tp_rank`; every method returns what is to be done and said, in order.
 
     `layouts`: of all TP ranks of this worker. `checksum`: over ranges of this rank's arena, when transfers are
-    verified. Writes are no smaller than `min_write_units` (but the last) and no larger than `max_write_bytes`.
+    verified. Writes are no smaller than `min_write_units` (but the last) and no larger than `max_write_bytes`; those
+    of a broken connection may land for `late_write_s`.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class Pushes:
         checksum: Callable[[Sequence[CopyRange]], int] | None = None,
         min_write_units: int = 8,
         max_write_bytes: int = 64 << 20,
+        late_write_s: float = LATE_WRITE_S,
     ) -> None:
         self._tp_rank = tp_rank
         self._layouts = layouts
@@ -131,6 +139,7 @@ class Pushes:
         self._checksum = checksum
         self._min_write_units = min_write_units
         self._max_write_bytes = max_write_bytes
+        self._late_write_s = late_write_s
         self._pushes: dict[TransferId, _Push] = {}
         self._endpoints: dict[tuple[WorkerId, EngineEpoch], WorkerEndpoint] = {}
         self._farewells: dict[int, tuple[TransferId, float]] = {}  # StoppedRecords under way, and when to give up
@@ -149,7 +158,7 @@ class Pushes:
     def load(self) -> PushLoad:
         pending = [push for push in self._pushes.values() if push.state is not PushState.PUSHED]
         oldest_s = max((self._clock.now_s() - push.opened_s for push in pending), default=0.0)
-        return PushLoad(len(pending), sum(push.unquiet for push in pending), oldest_s)
+        return PushLoad(len(pending), sum(push.quiet_at_s is not None for push in pending), oldest_s)
 
     # ---- inputs
 
@@ -212,7 +221,8 @@ class Pushes:
         if isinstance(event, WriteDone):
             push.num_bytes += event.num_bytes
         else:
-            push.unquiet |= not event.quiet
+            if not event.quiet:
+                push.quiet_at_s = self._clock.now_s() + self._late_write_s
             if push.state is PushState.PUSHING:
                 return self._fail(push, TransferFailed(f"transfer {push.transfer_id}: {event.reason}"))
         return self._conclude(push)
@@ -251,6 +261,8 @@ class Pushes:
             if now_s >= push.deadline_s and push.state in (PushState.WAITING, PushState.PUSHING):
                 waited = "its push order" if push.state is PushState.WAITING else "its writes"
                 outputs += self._fail(push, DeadlineExceeded(f"transfer {push.transfer_id}: {waited} took too long"))
+            elif push.quiet_at_s is not None and now_s >= push.quiet_at_s:
+                outputs += self._conclude(push)
         for write_id, (transfer_id, give_up_s) in list(self._farewells.items()):
             if now_s >= give_up_s:
                 del self._farewells[write_id]
@@ -367,7 +379,8 @@ class Pushes:
             now_s = self._clock.now_s()
             seconds = now_s - (now_s if push.first_post_s is None else push.first_post_s)
             return [RankPushed(push.transfer_id, push.num_bytes, seconds)]
-        if push.state is PushState.ABORTING and not push.unquiet:
+        is_quiet = push.quiet_at_s is None or self._clock.now_s() >= push.quiet_at_s
+        if push.state is PushState.ABORTING and is_quiet:
             push.go(PushState.STOPPED)
             del self._pushes[push.transfer_id]
             assert push.order is not None

@@ -18,8 +18,10 @@ from msgspec import structs
 from pd_cluster.launch.process import ProcessHandle, ProcessLauncher
 from pd_cluster.launch.spec import RankSpec
 
-CONTROL = {"prefill": "10.231.1", "decode": "10.231.2"}
-DATA = {"prefill": "10.231.3.1", "decode": "10.231.3.2"}
+NETWORK = f"10.{200 + os.getpid() // 64 % 50}"  # several runs on one machine stay apart
+FIRST = 4 * (os.getpid() % 64)
+CONTROL = {"prefill": f"{NETWORK}.{FIRST + 1}", "decode": f"{NETWORK}.{FIRST + 2}"}
+DATA = {"prefill": f"{NETWORK}.{FIRST + 3}.1", "decode": f"{NETWORK}.{FIRST + 3}.2"}
 DROP = ("root", "tbf", "rate", "8bit", "burst", "1", "limit", "1")
 
 

@@ -223,6 +223,7 @@ def _push_rank(
         checksum=None
         if read is None
         else lambda ranges: checksum(read, [(copy.src_offset, copy.num_bytes) for copy in ranges]),
+        late_write_s=spec.config.kv.late_write_s,
     )
     return PushRank(pushes, transfers, on_notice)
 

@@ -119,7 +119,7 @@ class WriteDone(Struct, frozen=True):
 
 
 class WriteFailed(Struct, frozen=True):
-    """The write will not complete. `quiet`: no byte of it can land any more; else it may until this process dies."""
+    """The write will not complete. `quiet`: no byte of it can land any more; else what its connection carried may."""
 
     write_id: int
     transfer_id: TransferId

@@ -43,6 +43,7 @@ async def cluster(net: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> 
         kv__num_blocks=160,
         kv__lease_s=2.0,
         kv__transfer_deadline_s=TRANSFER_DEADLINE_S,
+        kv__late_write_s=3.0,
         router__max_retries=NUM_ATTEMPTS - 1,
         security__allow_insecure=True,
     )

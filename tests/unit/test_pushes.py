@@ -19,7 +19,7 @@ from pd_cluster.transfer.contract import (
 )
 from prefill_worker.push_group import GroupFailed, GroupPushed, GroupStopped, PushGroup
 from prefill_worker.push_outputs import Cancel, Connect, Disconnect, Output, Post, RankFailed, RankPushed, RankStopped
-from prefill_worker.pushes import FAREWELL_S, Pushes, PushState
+from prefill_worker.pushes import FAREWELL_S, LATE_WRITE_S, Pushes, PushState
 
 T, TARGET, EPOCH = TransferId("t"), WorkerId("decode-0/0"), EngineEpoch("e")
 FINGERPRINT = KvFingerprint(
@@ -223,15 +223,39 @@ def test_one_failed_write_fails_the_transfer_and_the_rest_run_out(pushes: Pushes
     assert T not in pushes
 
 
-def test_a_write_that_may_still_land_is_never_called_stopped(pushes: Pushes, clock: FakeClock) -> None:
+def test_a_write_that_may_still_land_is_not_called_stopped_before_the_network_is_done_with_it(
+    pushes: Pushes, clock: FakeClock
+) -> None:
     (write,) = writes(pushes.push(order()) + pushes.progress(T, 64, BLOCKS))
     (failed,) = pushes.event(WriteFailed(write.write_id, T, "reset", quiet=False))
     assert isinstance(failed, RankFailed)
     assert pushes.abort(T) == []
-    clock.advance(1000.0)
+    clock.advance(LATE_WRITE_S - 1.0)
     assert pushes.tick() == []
     assert pushes.load().num_unquiet == 1
-    assert pushes.load().oldest_s == 1000.0
+    assert pushes.load().oldest_s == LATE_WRITE_S - 1.0
+    clock.advance(1.0)
+    farewell, stopped = pushes.tick()
+    assert isinstance(farewell, Post)
+    assert stopped == RankStopped(T)
+    assert pushes.load().num_pending == 0
+
+
+def test_of_writes_that_may_still_land_the_last_to_break_counts(pushes: Pushes, clock: FakeClock) -> None:
+    first, second = writes(pushes.push(order()) + pushes.progress(T, 32, BLOCKS) + pushes.progress(T, 64, BLOCKS))
+    pushes.event(WriteFailed(first.write_id, T, "reset", quiet=False))
+    clock.advance(LATE_WRITE_S)
+    assert pushes.tick() == [], "another is in flight"
+    assert pushes.event(WriteFailed(second.write_id, T, "reset", quiet=False)) == []
+    clock.advance(LATE_WRITE_S - 1.0)
+    assert pushes.tick() == []
+    clock.advance(1.0)
+    assert RankStopped(T) in pushes.tick()
+
+
+def test_the_death_of_the_target_ends_the_wait_for_late_writes(pushes: Pushes) -> None:
+    (write,) = writes(pushes.push(order()) + pushes.progress(T, 64, BLOCKS))
+    pushes.event(WriteFailed(write.write_id, T, "reset", quiet=False))
     assert pushes.target_dead(EPOCH) == [RankStopped(T), Disconnect(f"{EPOCH}/0")]
     assert pushes.load().num_pending == 0
 
