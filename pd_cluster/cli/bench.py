@@ -1,6 +1,7 @@
 """`pd-cluster bench ...`: measurements, each a table for people or one JSON object for machines."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -42,6 +43,43 @@ def streams(
         url=url, pid=pid, model=model, streams=tuple(num or (32, 128, 512)), num_tokens=tokens
     ).items():
         _print({"load": name} | result, json)
+
+
+@app.command()
+@edge.guard
+def placement(
+    loads: Annotated[
+        Path, typer.Option(help="Measured loads as JSON: a row of tokens per expert for each layer.", metavar="FILE")
+    ],
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.", min=1)] = 32,
+    redundant: Annotated[int, typer.Option(help="Copies beyond one of each expert.", min=0)] = 32,
+    shared_top_k: Annotated[
+        int | None,
+        typer.Option(help="Place the shared expert too; the model routes a token to this many experts.", min=1),
+    ] = None,
+    groups: Annotated[int, typer.Option(help="Expert groups, for EPLB's hierarchical mode.", min=1)] = 8,
+    ranks_per_node: Annotated[int, typer.Option(help="Also for that mode.", min=1)] = 8,
+    drift: Annotated[float, typer.Option(help="How much loads change at random.", min=0.0)] = 0.15,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of a sampled step.", min=1)] = 4096,
+    json: options.AsJson = False,
+) -> None:
+    """How evenly experts are placed for measured loads, next to EPLB and to what is possible."""
+    from pd_cluster.bench.placement import run, table
+
+    result = run(
+        loads,
+        ep=ep,
+        redundant=redundant,
+        shared_top_k=shared_top_k,
+        groups=groups,
+        ranks_per_node=ranks_per_node,
+        drift=drift,
+        step_tokens=step_tokens,
+    )
+    if json:
+        _print(result, json)
+    else:
+        sys.stdout.write(table(result))
 
 
 def _print(result: dict[str, Any], json: bool) -> None:

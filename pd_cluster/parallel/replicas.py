@@ -150,7 +150,7 @@ def choose(experts_TK: Ints, mix_T: Ints, thresholds_EC: Ints) -> Ints:
 
 
 def quotas(
-    count_E: Sequence[int], ranks_E: list[list[int]], speed_R: Sequence[float], max_rounds: int = 8
+    count_E: Sequence[int], ranks_E: list[list[int]], speed_R: Sequence[float], max_rounds: int = 24
 ) -> list[list[int]]:
     """[E] tokens for each copy, adding up to the step's counts: poured, then rounded so that a rank that was rounded
     up is rounded down next.
