@@ -27,7 +27,7 @@ def work_of(seed: int) -> Work:
     for index in range(NUM_REQUESTS):
         length = rng.randrange(97, 120) if index % 6 == 0 else rng.choice([1, 15, 16, 17, 31, 33, 48, 60])
         prompt = [rng.randrange(3, 512) for _ in range(length)]
-        work.append((prompt, rng.randrange(1, min(40, 128 - length) + 1)))
+        work.append((prompt, rng.randrange(1, min(32, 128 - length) + 1)))
     return work
 
 
@@ -68,10 +68,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("deepseek_v3_yarn", {}),
     "colocated": ("deepseek_v3_yarn", {"colocated": True}),
     "prefill_tp2_decode_dp2": ("qwen3_moe", {"prefill__tensor_parallel": 2, "decode__data_parallel": 2}),
-    "decode_tp2_of_larger_blocks": (
-        "qwen3_moe",
-        {"decode__tensor_parallel": 2, "decode__block_size": 48, "decode__num_blocks": 4},
-    ),
+    "decode_of_larger_blocks": ("qwen3_moe", {"decode__block_size": 48, "decode__num_blocks": 4}),
     "prefill_of_larger_blocks": ("deepseek_v3_yarn", {"prefill__block_size": 32, "prefill__num_blocks": 6}),
     "few_sequences": ("deepseek_v3_yarn", {"decode__max_num_seqs": 3, "prefill__max_num_seqs": 2}),
     "small_steps": ("qwen3_moe", {"prefill__max_num_batched_tokens": 24, "decode__max_num_batched_tokens": 4}),
