@@ -21,6 +21,7 @@ typedef struct {
     int64_t key_dim, value_dim;
     const bf16 *more_keys;
     int64_t more_stride, more_dim;
+    int64_t unit_bytes; /* that lie together from the keys of a unit on; 0: they are in the caches already */
 } Cache;
 
 /* `num_tokens` query tokens from `position` on, `num_heads` heads each, against one head of keys. */

@@ -36,7 +36,7 @@ INLINE Cache gqa_cache(const GqaLayer *layer, const Step *step, const Pages *pag
     const bf16 *keys = pages->base + layer->read[task->group] * pages->head_stride;
     const int64_t *units = step->units + step->segments[task->segment].first_unit;
     return (Cache){units, pages->unit_stride, layer->head_dim, keys, keys + UNIT * layer->head_dim,
-                   layer->head_dim, layer->head_dim, 0, 0, 0};
+                   layer->head_dim, layer->head_dim, 0, 0, 0, 4 * UNIT * layer->head_dim};
 }
 
 /* x += attention(norm(x)), or `partial` = that: [num_tokens, hidden]. The new tokens' keys and values are written. */

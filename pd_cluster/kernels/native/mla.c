@@ -67,7 +67,7 @@ static void attend_absorbed(const MlaLayer *layer, const Step *step, const Pages
         int64_t token = segment->first_token + tasks[i].first;
         const Segment *segment_ahead = i + 1 < num_tasks ? step->segments + tasks[i + 1].segment : segment;
         Cache cache = {step->units + segment->first_unit, pages->unit_stride, latent_dim, pages->base, pages->base,
-                       latent_dim, C, 0, 0, 0};
+                       latent_dim, C, 0, 0, 0, 2 * UNIT * latent_dim};
         Cache next = cache;
         next.units = step->units + segment_ahead->first_unit;
         Queries rows = {queries + token * heads * latent_dim, heads * latent_dim, latent_dim,
@@ -104,7 +104,7 @@ static void attend_expanded(const MlaLayer *layer, const Step *step, const Pages
         linear_panels(&keys, latents, latent_dim, num_units * UNIT, expanded, width, STORE, 0, num_panels(&keys));
         linear_panels(&values, latents, latent_dim, num_units * UNIT, expanded + N, width, STORE, 0,
                       num_panels(&values));
-        Cache cache = {0, UNIT * width, width, expanded, expanded + N, N, V, latents + C, latent_dim, R};
+        Cache cache = {0, UNIT * width, width, expanded, expanded + N, N, V, latents + C, latent_dim, R, 0};
         for (int64_t first = 0; first < segment->num_tokens; first += ROWS_AT_ONCE) {
             int64_t left = segment->num_tokens - first, token = segment->first_token + first;
             Queries rows = {q + (token * heads + h) * (N + R), heads * (N + R), 0,

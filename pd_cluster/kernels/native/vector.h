@@ -107,6 +107,19 @@ INLINE vf vdot(vf acc, vu a, vu b) {
 #endif
 }
 
+/* 2^x for x <= 0, within 6e-6 of it, 2^-126 below that; a NaN stays one. */
+INLINE vf vexp2(vf x) {
+    x = vmax(vset(-126.0f), x);
+    vf shifted = x + 12582912.0f; /* its lowest bits are the nearest whole number */
+    vf r = x - (shifted - 12582912.0f);
+    vf p = vset(9.59024e-3f);
+    p = p * r + 5.587027e-2f;
+    p = p * r + 2.4023678e-1f;
+    p = p * r + 6.9312805e-1f;
+    p = p * r + 1.0f;
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
 /* e^x, within 2 units in the last place for -87 < x < 88; outside it is the value at the bound. A NaN stays one: vmax
  * gives its second argument when either is a NaN.
  */
