@@ -71,7 +71,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode_of_larger_blocks": ("qwen3_moe", {"decode__block_size": 48, "decode__num_blocks": 4}),
     "prefill_of_larger_blocks": ("deepseek_v3_yarn", {"prefill__block_size": 32, "prefill__num_blocks": 6}),
     "few_sequences": ("deepseek_v3_yarn", {"decode__max_num_seqs": 3, "prefill__max_num_seqs": 2}),
-    "small_steps": ("qwen3_moe", {"prefill__max_num_batched_tokens": 24, "decode__max_num_batched_tokens": 4}),
+    "small_steps_over_nixl": (
+        "qwen3_moe",
+        {"prefill__max_num_batched_tokens": 24, "decode__max_num_batched_tokens": 4},
+    ),
 }
 
 
@@ -83,7 +86,8 @@ async def test_fifty_requests_in_twelve_blocks_all_get_what_they_get_alone(
     work = work_of(3)
     want = await expected(alone, model, work)
     preempted.clear()
-    async with LocalCluster(config_of(CHECKPOINTS / model, **({"kv__num_blocks": 12} | keys))) as cluster:
+    config = config_of(CHECKPOINTS / model, **({"kv__num_blocks": 12} | keys))
+    async with LocalCluster(config, nixl="nixl" in shape) as cluster:
         outputs = await answers(cluster, work)
         free_s = await cluster.until_free()
     for output, right in zip(outputs, want, strict=True):

@@ -145,6 +145,20 @@ async def test_a_router_is_welcomed_and_hears_heartbeats(cleanup):
     assert all(message == m.Heartbeat(load=m.WorkerLoad(num_running=3)) for message in listener.messages)
 
 
+async def test_a_load_that_does_not_change_is_said_at_every_other_beat(cleanup):
+    worker = Worker()
+    asked: list[int] = []
+    worker.load = lambda: asked.append(1) or m.WorkerLoad(num_running=3)  # type: ignore[method-assign]
+    _, port = await serve(cleanup, worker, heartbeat_s=0.01)
+    _, listener = await dial(cleanup, port)
+    await until(lambda: len(listener.messages) >= 5)
+    assert len(asked) >= 2 * 5 - 1
+    worker.load = lambda: asked.append(1) or m.WorkerLoad(num_running=len(asked))  # type: ignore[method-assign]
+    since, heard = len(asked), len(listener.messages)
+    await until(lambda: len(asked) >= since + 5)
+    await until(lambda: len(listener.messages) >= heard + 5)
+
+
 async def test_messages_of_one_turn_travel_as_one_batch_and_in_order(cleanup):
     worker = Worker()
     server, port = await serve(cleanup, worker, heartbeat_s=60)

@@ -147,6 +147,21 @@ def test_an_idle_thread_polls_slowly_and_wakes_at_once_for_a_call(fabric: tuple[
     a.wait_for(lambda: bool(a.events))
 
 
+def test_what_is_expected_ends_an_idle_pause_at_once(fabric: tuple[LocalFabric, list[Side]]) -> None:
+    net, sides = fabric
+    sides += [Side(net, "a"), Side(net, "b")]
+    a, b = sides
+    time.sleep(1.2)  # lets the pauses grow to a tenth of a second
+    before = b.thread.num_polls
+    b.thread.is_expecting = True
+    a.thread.connect(b.backend.endpoint())
+    a.thread.post(write("b/0"))
+    start_s = time.monotonic()
+    b.wait_for(lambda: bool(b.events))
+    assert time.monotonic() - start_s < 0.05
+    assert b.thread.num_polls > before
+
+
 def test_an_idle_thread_with_nixl_uses_little_of_a_core() -> None:
     bytes_ = np.zeros(1 << 16, np.uint8)
     arena = Arena(base_address=bytes_.ctypes.data, num_bytes=bytes_.size)
