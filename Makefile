@@ -2,6 +2,7 @@
 # make check  lint, types, import contract, gRPC API and its stubs
 # make test   all tests
 # make bench  measure this machine
+# make gpu    run the GPU kernels' numerics and measure them against the card
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Another build of torch: make TORCH_INDEX=URL ...
@@ -11,10 +12,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check format test security bench clean
+.PHONY: help venv demo check format test security bench gpu clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 venv: $(VENV)/.dev
 
@@ -68,6 +69,12 @@ security: $(VENV)/.dev $(TOOLS)/checkov/bin/checkov
 
 bench: $(VENV)/.run
 	$(BIN)/pd-cluster bench transfer
+
+# on a machine with a CUDA device, with a torch built for it: see TORCH_INDEX above
+gpu: $(VENV)/.dev
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu needs a CUDA device and a torch built for it")'
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest $(wildcard tests/numerics/test_triton_*.py)
+	$(BIN)/python -m pd_cluster.bench.gpu
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -10,15 +10,12 @@ multiplied and added up on the device, and no host waits for their counts.
 # E experts, P pairs (token, expert), G segments
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pd_cluster.kernels.gpu.attention import (
-    NewTokens,
-    Segments,
     attend_gqa,
     attend_mla,
     attend_mla_expanded,
@@ -29,9 +26,10 @@ from pd_cluster.kernels.gpu.grouped_gemm import grouped_gemm
 from pd_cluster.kernels.gpu.norm import add_rms_norm, rms_norm
 from pd_cluster.kernels.gpu.permute import add_pairs, order_by_slot, unpermute
 from pd_cluster.kernels.gpu.rotary import rotate_and_write, rotate_queries, write_latents
-from pd_cluster.kernels.paged import GqaPages, MlaPages, Writes
+from pd_cluster.kernels.paged import GqaPages, MlaPages
 from pd_cluster.model.batch import Batch, Span, build_segments
 from pd_cluster.model.config import MoeConfig
+from pd_cluster.model.device_batch import DecodeGraphs, DeviceBatch, device_batch
 from pd_cluster.model.gqa import Gqa
 from pd_cluster.model.linear import multiply
 from pd_cluster.model.mla import Mla, absorbing_is_cheaper
@@ -42,60 +40,6 @@ from pd_cluster.model.rope import Angles
 from pd_cluster.model.transformer import Layer, Transformer
 from pd_cluster.parallel.dispatch import Arrived
 from pd_cluster.parallel.replicated import ReplicatedDispatcher
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBatch(Batch):
-    """A batch whose tensors are on the device. `work` is what attention reads paged; MLA prefills that expand their
-    latents are in `expanded` instead.
-    """
-
-    work: Segments
-    expanded: list[NewTokens]
-
-
-def device_batch(cpu: Batch, read_K: Tensor) -> DeviceBatch:
-    """`cpu` (from `build_segments`) moved to the device of `read_K` in one copy."""
-    device = read_K.device
-    segments = cpu.segments
-    if segments is None:
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        work = Segments(none.view(0, 5), none, read_K, 0, 0, 0)
-        return DeviceBatch(0, none, none, Writes(none, none), none, [], [], none, work=work, expanded=[])
-    num_decodes, rows_G5 = segments.num_decodes, segments.rows_G5
-    paged_G5 = rows_G5[rows_G5[:, 4] == 0]
-    expanded = [NewTokens(*row[:4]) for row in rows_G5[rows_G5[:, 4] != 0].tolist()]
-    parts = (
-        cpu.token_ids_T,
-        cpu.positions_T,
-        cpu.writes.units_T,
-        cpu.writes.offsets_T,
-        cpu.open_units,
-        cpu.sample_rows,
-        paged_G5.reshape(-1),
-        segments.units,
-    )
-    packed = torch.cat(parts)
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    moved = torch.split(packed, [len(part) for part in parts])
-    token_ids_T, positions_T, units_T, offsets_T, open_units, sample_rows, rows, units = moved
-    lengths_G = paged_G5[:, 1] + paged_G5[:, 2]
-    longest_decode = int(lengths_G[:num_decodes].max()) if num_decodes else 0
-    longest_prefill = int(paged_G5[num_decodes:, 1].max()) if len(paged_G5) > num_decodes else 0
-    work = Segments(rows.view(-1, 5), units, read_K, num_decodes, longest_decode, longest_prefill)
-    return DeviceBatch(
-        cpu.num_tokens,
-        token_ids_T,
-        positions_T,
-        Writes(units_T, offsets_T),
-        open_units,
-        [],
-        [],
-        sample_rows,
-        work=work,
-        expanded=expanded,
-    )
 
 
 def _rows(x: Tensor, norm: RmsNorm) -> Tensor:
@@ -216,14 +160,12 @@ class DeviceMoe(Moe):
         dispatcher = self.dispatcher
         counts_here = not (dispatcher.replicated and self.tp is not None and self.tp.rank)
         logits_TE = multiply(x_TH.float(), self.gate.weight_EH)
-        num_tokens = torch.full((1,), len(x_TH), dtype=torch.int64, device=x_TH.device)
         _, slots_TK, weights_TK = gate(
             logits_TE,
             self.gate.bias_E,
             mix_T,
             Slots(self.choice.slots_EC, self.choice.num_copies_E),
             self._rule,
-            num_tokens,
             self.load_E if counts_here else self._uncounted_E,
         )
         if isinstance(dispatcher, ReplicatedDispatcher):
@@ -294,25 +236,34 @@ class DeviceLayer:
 
 
 class DeviceTransformer(Transformer):
-    """A transformer of such layers, with the weights of `plain`."""
+    """A transformer of such layers, with the weights of `plain`. On a CUDA device decode steps are replayed graphs."""
 
     def __init__(self, plain: Transformer) -> None:
         layers = [DeviceLayer(layer) for layer in plain.layers]
         super().__init__(plain.config, plain.heads, plain.vocabulary, layers, plain.norm, plain.rope)
         device = plain.norm.weight.device
         self._read_K = torch.tensor(plain.heads.read, dtype=torch.int64, device=device)
+        # a graph can neither ask the host how many rows arrived nor wait for it to add up ranks
+        alone = plain.vocabulary.group is None
+        stays_here = all(isinstance(moe.dispatcher, ReplicatedDispatcher) for moe in self.moe_layers)
+        self._graphs = DecodeGraphs(self.forward) if device.type == "cuda" and alone and stays_here else None
 
     def batch(self, spans: Sequence[Span], device: torch.device) -> Batch:
         first = self.layers[0].attention
-        return device_batch(
-            build_segments(spans, first.expands if isinstance(first, DeviceMla) else None), self._read_K
-        )
+        cpu = build_segments(spans, first.expands if isinstance(first, DeviceMla) else None)
+        return device_batch(cpu, self._read_K)
 
     def __call__(self, batch: Batch, pages: Sequence[GqaPages | MlaPages]) -> Tensor:
         """See `Transformer`."""
         assert isinstance(batch, DeviceBatch), "the batch was built for other kernels"
+        if self._graphs is not None and self._graphs.serves(batch):
+            return self._graphs(batch, pages)
+        return self.forward(batch, pages)
+
+    def forward(self, batch: DeviceBatch, pages: Sequence[GqaPages | MlaPages]) -> Tensor:
+        """The launches of one step. Tokens that are written nowhere are padding."""
         x_TH = self.vocabulary.embed(batch.token_ids_T)
-        mix_T = token_mix(batch.token_ids_T, batch.positions_T)
+        mix_T = token_mix(batch.token_ids_T, batch.positions_T).masked_fill_(batch.writes.units_T < 0, -1)
         if not batch.num_tokens:
             for moe in self.moe_layers:
                 moe(x_TH, mix_T)

@@ -47,18 +47,19 @@ def test_the_gate_equals_the_models(kind: str, num_experts: int) -> None:
     choice = SlotChoice(spread(num_experts, 4, 1, redundant=7), 0, DEVICE)
     ids, positions = torch.arange(9, device=DEVICE) * 11, torch.arange(9, device=DEVICE) + 3
     mix = token_mix(ids, positions)
+    with_padding = mix.clone()
+    with_padding[7:] = -1
     slots = Slots(choice.slots_EC, choice.num_copies_E)
-    num_tokens = torch.tensor([7], device=DEVICE)
     load, expected_load = (torch.ones(num_experts, dtype=torch.int64, device=DEVICE) for _ in range(2))
     logits = hidden @ weight.T
-    experts, chosen_slots, weights = gate.gate(logits, bias, mix, slots, rule, num_tokens, load)
+    experts, chosen_slots, weights = gate.gate(logits, bias, with_padding, slots, rule, load)
     plain_experts, plain_weights = Gate(config, weight, bias)(hidden)
     assert torch.equal(experts, plain_experts)
     torch.testing.assert_close(weights, plain_weights, rtol=1e-5, atol=1e-6)
     assert torch.equal(chosen_slots[:7], choice(plain_experts, mix)[:7])
     assert chosen_slots[7:].eq(-1).all()
     assert load.sum() == num_experts + 7 * rule.top_k
-    reference = gate.gate_reference(logits, bias, mix, slots, rule, num_tokens, expected_load)
+    reference = gate.gate_reference(logits, bias, with_padding, slots, rule, expected_load)
     for result, expected in zip((experts, chosen_slots, weights), reference, strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(load, expected_load)
@@ -69,8 +70,8 @@ def test_negative_biased_scores_win_over_masked_groups() -> None:
     slots = Slots(torch.arange(16, device=DEVICE).view(16, 1), torch.ones(16, dtype=torch.int64, device=DEVICE))
     rule = GateRule(4, True, 4, 1, 2, True)
     load = torch.zeros(16, dtype=torch.int64, device=DEVICE)
-    mix, num_tokens = torch.zeros(5, dtype=torch.int64, device=DEVICE), torch.tensor([5], device=DEVICE)
-    experts, _, _ = gate.gate(logits, bias, mix, slots, rule, num_tokens, load)
+    mix = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    experts, _, _ = gate.gate(logits, bias, mix, slots, rule, load)
     assert (experts // 4 == experts[:, :1] // 4).all()
 
 
@@ -78,7 +79,7 @@ def test_a_gate_without_tokens_is_no_work() -> None:
     load = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     slots = Slots(none.view(0, 1), none)
-    experts, _, _ = gate.gate(random(0, 4), None, none, slots, GateRule(2), none, load)
+    experts, _, _ = gate.gate(random(0, 4), None, none, slots, GateRule(2), load)
     assert experts.shape == (0, 2)
 
 

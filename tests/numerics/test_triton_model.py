@@ -1,5 +1,6 @@
 """Whole models through the GPU's launches, in Triton's interpreter, against plain torch's logits."""
 
+import numpy as np
 import pytest
 import torch
 from golden import GREEDY, TOLERANCE, model, prompts
@@ -12,9 +13,11 @@ from pd_cluster.kernels.gpu import attention
 from pd_cluster.kernels.gpu.launch import INTERPRETED
 from pd_cluster.model.batch import Span
 from pd_cluster.model.device import DeviceMla, DeviceTransformer
+from pd_cluster.model.device_batch import DeviceBatch, GraphShape, empty_decodes, fill
 from pd_cluster.parallel.local import LocalDispatcher
 from pd_cluster.parallel.placement import spread
 
+CPU = torch.device("cpu")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 A, B = RequestId("a"), RequestId("b")
 
@@ -28,7 +31,7 @@ def engine_of(name: str, *, launches: bool = True, **options: object) -> TorchEn
         dtype="float32",
         block_size=16,
         num_blocks=8,
-        device=DEVICE,
+        device=DEVICE if launches else CPU,
         **options,  # type: ignore[arg-type]
     )
     if launches and not isinstance(engine.model, DeviceTransformer):
@@ -109,3 +112,33 @@ def test_an_idle_rank_enters_the_expert_layers_without_tokens() -> None:
     engine = engine_of("mixtral")
     hidden = engine.model(engine.model.batch([], DEVICE), engine.arena.layers)
     assert hidden.shape == (0, engine.model.config.hidden_size)
+
+
+def test_a_padded_decode_step_computes_the_same_and_counts_no_padding() -> None:
+    engine = engine_of("mixtral")
+    launches, pages, kv = engine.model, engine.arena.layers, engine.arena.bytes
+    assert isinstance(launches, DeviceTransformer)
+    before = kv.clone()
+
+    def outcome(batch: DeviceBatch) -> tuple[Tensor, list[list[int]], Tensor]:
+        kv.copy_(before)
+        for moe in engine.model.moe_layers:
+            moe.load_E.zero_()
+        hidden = launches.forward(batch, pages)
+        return hidden, engine.expert_load(), kv.view(torch.float32).clone()
+
+    places = [(4, [3]), (20, [0, 6]), (2, [5])]
+    spans = [Span(at, at + 1, np.array([9 + at]), np.array(units), True) for at, units in places]
+    whole = launches.batch(spans, DEVICE)
+    assert isinstance(whole, DeviceBatch)
+    padded = empty_decodes(GraphShape.of(whole), whole.work.read_K)
+    assert padded.num_tokens == 4
+    for few in (spans, spans[:1]):  # what an earlier step left behind must not show
+        batch = launches.batch(few, DEVICE)
+        assert isinstance(batch, DeviceBatch)
+        fill(padded, batch)
+        result, expected = outcome(padded), outcome(batch)
+        torch.testing.assert_close(result[0][: len(few)], expected[0], rtol=1e-5, atol=1e-5)
+        assert result[1] == expected[1]
+        torch.testing.assert_close(result[2], expected[2], rtol=1e-5, atol=1e-5)
+        assert expected[2].any()

@@ -1,8 +1,8 @@
 """The router's choice in one pass on a GPU: scores, groups, top k, weights, physical slots and the count of load.
 
 One program reads one token's logits and writes what `model/gate.py` and `model/moe.py` compute in a dozen operators.
-Experts lie as [groups, experts of a group], so any number of either will do. Rows at or behind `num_tokens`, a number
-on the device, are padding: their slots are -1 and they count for nothing.
+Experts lie as [groups, experts of a group], so any number of either will do. A token whose `mix` is
+below 0 is padding: its slots are -1 and it counts for nothing.
 """
 
 # Triton compiles its functions from their source: they have no types
@@ -41,13 +41,14 @@ class Slots(NamedTuple):
 
 @triton.jit
 def _gate(
-    logits, bias, mix, slots, num_copies, num_tokens, expert_out, slot_out, weight_out, load, scale,
+    logits, bias, mix, slots, num_copies, expert_out, slot_out, weight_out, load, scale,
     E: tl.constexpr, K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, BEST: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
     NORMALISES: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    num_counted = tl.where(t < tl.load(num_tokens), K, 0)
+    token_mix = tl.load(mix + t)
+    num_counted = tl.where(token_mix >= 0, K, 0)
     P: tl.constexpr = E // G
     g = tl.arange(0, BG)
     p = tl.arange(0, BP)
@@ -90,7 +91,7 @@ def _gate(
     weight_K = weight_K * scale
     write = k < K
     copies_K = tl.load(num_copies + chosen_K, mask=write, other=1)
-    mixed_K = (tl.load(mix + t) + chosen_K * 0x9E3779B1) & 0x7FFFFFFF
+    mixed_K = (token_mix + chosen_K * 0x9E3779B1) & 0x7FFFFFFF
     mixed_K = ((mixed_K * 0x85EBCA6B) & 0x7FFFFFFF) >> 15
     slot_K = tl.load(slots + chosen_K * C + mixed_K % copies_K, mask=write, other=0)
     tl.store(expert_out + t * K + k, chosen_K, mask=write)
@@ -100,13 +101,13 @@ def _gate(
 
 
 def gate(
-    logits_TE: Tensor, bias_E: Tensor | None, mix_T: Tensor, slots: Slots, rule: GateRule, num_tokens: Tensor,
+    logits_TE: Tensor, bias_E: Tensor | None, mix_T: Tensor, slots: Slots, rule: GateRule,
     load_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Experts and slots, int64 [T, K], the best first, and weights, float32 [T, K].
 
-    `logits_TE` and `bias_E` float32, `mix_T` int64 (`model.moe.token_mix`), `num_tokens` int64 [1]; `load_E` int64
-    grows by the experts of the tokens that are no padding.
+    `logits_TE` and `bias_E` float32, `mix_T` int64 (`model.moe.token_mix`); `load_E` int64 grows by the experts of the
+    tokens that are no padding.
     """
     T, E = logits_TE.shape
     G, K = rule.num_groups, rule.top_k
@@ -119,7 +120,7 @@ def gate(
             _gate,
             (T,),
             *(logits_TE, logits_TE if bias_E is None else bias_E, mix_T, slots.slots_EC, slots.num_copies_E),
-            *(num_tokens, experts_TK, slots_TK, weights_TK, load_E, rule.scale),
+            *(experts_TK, slots_TK, weights_TK, load_E, rule.scale),
             E=E, K=K, C=slots.slots_EC.shape[1], G=G, BG=power_of_two(G), BP=power_of_two(E // G),
             KEPT_GROUPS=rule.topk_groups, BEST=rule.best_of_group, SIGMOID=rule.sigmoid, BIASED=bias_E is not None,
             NORMALISES=rule.normalises, BK=power_of_two(K), num_warps=1,
@@ -128,7 +129,7 @@ def gate(
 
 
 def gate_reference(
-    logits_TE: Tensor, bias_E: Tensor | None, mix_T: Tensor, slots: Slots, rule: GateRule, num_tokens: Tensor,
+    logits_TE: Tensor, bias_E: Tensor | None, mix_T: Tensor, slots: Slots, rule: GateRule,
     load_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The same, operator by operator."""
@@ -148,6 +149,6 @@ def gate_reference(
     mixed_TK = (mix_T.unsqueeze(1) + experts_TK * 0x9E3779B1) & 0x7FFFFFFF
     mixed_TK = (mixed_TK * 0x85EBCA6B & 0x7FFFFFFF) >> 15
     slots_TK = slots.slots_EC[experts_TK, mixed_TK % slots.num_copies_E[experts_TK]]
-    padding_T = torch.arange(T, device=mix_T.device) >= num_tokens
+    padding_T = mix_T < 0
     load_E += torch.bincount(experts_TK[~padding_T].reshape(-1), minlength=E)
     return experts_TK, slots_TK.masked_fill(padding_T.unsqueeze(1), -1), weights_TK * rule.scale

@@ -77,7 +77,7 @@ def _latents() -> None:
 def _gate(rule: gate.GateRule, num_experts: int) -> None:
     slots = gate.Slots(_int64(num_experts, 2), _int64(num_experts))
     logits, bias = _meta(32, num_experts, dtype=FP32), _meta(num_experts, dtype=FP32)
-    gate.gate(logits, bias if rule.sigmoid else None, _int64(32), slots, rule, _int64(1), _int64(num_experts))
+    gate.gate(logits, bias if rule.sigmoid else None, _int64(32), slots, rule, _int64(num_experts))
 
 
 def _int32(*shape: int) -> Tensor:
