@@ -67,7 +67,10 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "split": ("deepseek_v3_yarn", {}),
     "colocated": ("deepseek_v3_yarn", {"colocated": True}),
-    "prefill_tp2_decode_dp2": ("qwen3_moe", {"prefill__tensor_parallel": 2, "decode__data_parallel": 2}),
+    "prefill_tp2_decode_dp2": (
+        "qwen3_moe",
+        {"prefill__tensor_parallel": 2, "decode__data_parallel": 2, "decode__num_blocks": 8},
+    ),
     "decode_of_larger_blocks": ("qwen3_moe", {"decode__block_size": 48, "decode__num_blocks": 4}),
     "prefill_of_larger_blocks": ("deepseek_v3_yarn", {"prefill__block_size": 32, "prefill__num_blocks": 6}),
     "few_sequences": ("deepseek_v3_yarn", {"decode__max_num_seqs": 3, "prefill__max_num_seqs": 2}),
