@@ -96,6 +96,22 @@ class ExpertsLayer(Structure):
     )
 
 
+class Gate(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("num_experts", c_int64),
+        ("hidden", c_int64),
+        ("num_chosen", c_int64),
+        ("num_groups", c_int64),
+        ("topk_groups", c_int64),
+        ("sigmoid", c_int64),
+        ("best_of_group", c_int64),
+        ("normalise", c_int64),
+        ("factor", c_double),
+    )
+
+
 class Pages(Structure):
     _fields_ = (("base", c_void_p), ("unit_stride", c_int64), ("head_stride", c_int64))
 
@@ -128,6 +144,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "mla_layer": (None, (POINTER(MlaLayer), POINTER(Step), POINTER(Pages), _ptr, _ptr)),
     "mlp_layer": (None, (POINTER(MlpLayer), _int, _ptr, _ptr, _int)),
     "experts_layer": (None, (POINTER(ExpertsLayer), _int, _ptr, _ptr, _ptr, _ptr, _int, _ptr, _int)),
+    "gate_layer": (None, (POINTER(Gate), _ptr, _int, _ptr, _ptr, _int)),
     "head_layer": (None, (POINTER(Norm), POINTER(Linear), _ptr, _int, _ptr, _int)),
     "highest_of_rows": (None, (_ptr, _int, _int, _int, _ptr, _ptr, _int)),
     "sum_of_bytes": (c_float, (_ptr, _int)),

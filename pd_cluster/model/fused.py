@@ -21,6 +21,7 @@ from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.kernels.paged import GqaPages, MlaPages
 from pd_cluster.model.batch import Batch, KvHeads, Span, build_segments
 from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig
+from pd_cluster.model.gate import Gate
 from pd_cluster.model.gqa import Gqa
 from pd_cluster.model.linear import RowLinear, Vocabulary
 from pd_cluster.model.mla import Mla, PrefillForm, absorbing_is_cheaper
@@ -201,6 +202,45 @@ class FusedMlp:
         return out_TH
 
 
+class FusedGate:
+    """Called as `Gate` is; of equal scores the lower expert is chosen."""
+
+    def __init__(self, library: ctypes.CDLL, plain: Gate) -> None:
+        self.config = config = plain.config
+        self.weight_EH, self.bias_E = plain.weight_EH.contiguous(), plain.bias_E
+        self._num_chosen = config.num_experts_per_tok
+        self._call = library.gate_layer
+        is_deepseek, is_v3 = config.gate.startswith("deepseek"), config.gate == "deepseek_v3"
+        self._gate = native.Gate(
+            weight=self.weight_EH.data_ptr(),
+            bias=None if self.bias_E is None else self.bias_E.data_ptr(),
+            num_experts=config.num_experts,
+            hidden=self.weight_EH.shape[1],
+            num_chosen=self._num_chosen,
+            num_groups=config.num_groups,
+            topk_groups=config.topk_groups,
+            sigmoid=is_v3,
+            best_of_group={"deepseek_v3": 2, "deepseek_v2_group": 1}.get(config.gate, 0),
+            normalise=config.gate == "mixtral" or (config.norm_topk_prob and config.gate in ("deepseek_v3", "qwen3")),
+            factor=config.routed_scaling_factor if is_deepseek else 1.0,
+        )
+
+    def __call__(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts (int64 [T, K], the best first) and their weights (float32 [T, K])."""
+        hidden_TH = hidden_TH.contiguous()
+        experts_TK = torch.empty((len(hidden_TH), self._num_chosen), dtype=torch.int64)
+        weights_TK = torch.empty((len(hidden_TH), self._num_chosen))
+        self._call(
+            byref(self._gate),
+            hidden_TH.data_ptr(),
+            len(hidden_TH),
+            experts_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return experts_TK, weights_TK
+
+
 class FusedExperts:
     """Called as `ExpertSlots` is."""
 
@@ -244,6 +284,7 @@ class FusedLayer:
             self.attention = FusedGqa(library, memory, norm, attention, heads)
         self.mlp: FusedMlp | Moe
         if isinstance(mlp, Moe):
+            mlp.gate = FusedGate(library, cast(Gate, mlp.gate))
             plain_slots = cast(dict[Rank, ExpertSlots], mlp.experts)
             mlp.experts = {rank: FusedExperts(library, memory, slots) for rank, slots in plain_slots.items()}
             if isinstance(mlp.shared, DenseMlp):

@@ -9,12 +9,13 @@ all tokens and the ranks add up. The shared expert, whole on every rank, always 
 # S slots of a rank
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pd_cluster.ids import Rank
-from pd_cluster.model.gate import Gate
+from pd_cluster.model.config import MoeConfig
 from pd_cluster.model.linear import multiply
 from pd_cluster.model.mlp import gated
 from pd_cluster.parallel.dispatch import Arrived, Dispatcher
@@ -73,13 +74,23 @@ class ExpertSlots:
         return sum_rows(weighted_PH, arrived.pair_row_P, len(arrived.hidden_RH)).to(arrived.hidden_RH.dtype)
 
 
+class Router(Protocol):
+    """`Gate`, or what computes the same."""
+
+    config: MoeConfig
+    weight_EH: Tensor
+    bias_E: Tensor | None
+
+    def __call__(self, hidden_TH: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
 class Moe:
     """`experts` holds the slots of every rank in this process; `layer` counts MoE layers."""
 
     def __init__(
         self,
         layer: int,
-        gate: Gate,
+        gate: Router,
         choice: SlotChoice,
         experts: Mapping[Rank, Callable[[Arrived], Tensor]],
         shared: Callable[[Tensor], Tensor] | None,

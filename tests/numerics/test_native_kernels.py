@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
-from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, RopeConfig
-from pd_cluster.model.fused import FusedLayer, FusedMla, FusedTransformer
+from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from pd_cluster.model.fused import FusedGate, FusedLayer, FusedMla, FusedTransformer
+from pd_cluster.model.gate import Gate
 from pd_cluster.model.random_weights import RandomSource
 from pd_cluster.model.sampler import highest_of_rows
 
@@ -94,6 +95,42 @@ def test_highest_of_rows_is_the_first_and_a_nan_wins(small: "Small") -> None:
     expected_values, expected_columns = highest_of_rows(rows)
     assert torch.equal(columns, expected_columns)
     assert torch.equal(values.nan_to_num(nan=7.0), expected_values.nan_to_num(nan=7.0))
+
+
+GATES = [
+    ("deepseek_v3", {"num_groups": 8, "topk_groups": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.5}),
+    ("deepseek_v2_greedy", {"routed_scaling_factor": 16.0, "norm_topk_prob": True}),
+    ("deepseek_v2_group", {"num_groups": 4, "topk_groups": 2}),
+    ("qwen3", {"norm_topk_prob": True}),
+    ("qwen3", {}),
+    ("mixtral", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), GATES)
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_gates_choose_and_weigh_as_the_plain_ones_do(
+    kernels: CDLL, kind: str, options: dict[str, Any], num_tokens: int
+) -> None:
+    config = MoeConfig(gate=kind, num_experts=40, num_experts_per_tok=6, intermediate_size=8, **options)  # type: ignore[arg-type]
+    weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(1)) * 0.2
+    bias = torch.linspace(-0.4, 0.1, 40) if kind == "deepseek_v3" else None
+    plain, x = Gate(config, weight, bias), seeded(num_tokens, 70)
+    experts, weights = FusedGate(kernels, plain)(x)
+    expected_experts, expected_weights = plain(x)
+    assert torch.equal(experts, expected_experts)
+    assert torch.allclose(weights, expected_weights, rtol=1e-5)
+
+
+def test_a_gate_gives_experts_to_a_token_that_is_not_a_number(kernels: CDLL) -> None:
+    config = MoeConfig(
+        gate="deepseek_v3", num_experts=8, num_experts_per_tok=3, intermediate_size=8, num_groups=4, topk_groups=2
+    )
+    gate = FusedGate(kernels, Gate(config, torch.ones(8, 16), torch.zeros(8)))
+    experts, weights = gate(torch.full((2, 16), float("nan"), dtype=torch.bfloat16))
+    assert all(len(set(row)) == 3 and set(row) <= set(range(8)) for row in experts.tolist())
+    assert weights.isnan().all()
 
 
 class RoundedSource(RandomSource):
