@@ -22,7 +22,7 @@ import numpy as np
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.ids import ExpertId
-from pd_cluster.parallel.local_search import Floats, Ints, LayerSearch
+from pd_cluster.parallel.local_search import Floats, Ints, LayerSearch, shaken
 from pd_cluster.parallel.placement import LayerPlacement, Placement
 
 CLOSE = 1.0002
@@ -33,6 +33,10 @@ FAR = 1.002
 
 WORTHWHILE = 0.99
 """A search must bring the hottest rank below this share of what packing did."""
+
+SMALL = 256
+MAX_SHAKES = 24
+"""A layer of few slots is searched from `SMALL` / slots more starts, at most so many."""
 
 MAX_SWAPS = 400
 MAX_SEARCH_STEPS = 60
@@ -48,6 +52,7 @@ def plan(
     speeds: Sequence[float] | None = None,
     num_groups: int = 1,
     num_nodes: int = 1,
+    weighted: bool = True,
     epoch: int = 0,
 ) -> Placement:
     """A placement for `loads_LE`, tokens per MoE layer and expert, made without regard to the one before.
@@ -55,6 +60,7 @@ def plan(
     `redundant`: copies beyond one of each expert. `slots_per_rank`: what a rank has memory for, default as many as are
     used. `live`: the ranks that may hold experts, default all. `speeds`: relative, one for each rank. With `num_nodes`
     over 1 ranks are nodes in equal runs, and experts are `num_groups` equal runs that each stay on one node.
+    `weighted`: tokens choose copies by `replicas.weights`; otherwise evenly, and then layers are not searched.
 
     Raises ConfigError when the copies do not fit the slots, or groups and nodes do not divide.
     """
@@ -76,9 +82,9 @@ def plan(
     # an unused layer is planned for even loads; a floor keeps experts that were never chosen apart
     loads_LE = loads_LE + np.maximum(loads_LE.mean(1, keepdims=True), 1e-6) * 1e-6
     if num_nodes == 1:
-        slots_LRS[:, ranks, :used] = _balance(loads_LE, num_experts + redundant, used, speed_R[ranks])
+        slots_LRS[:, ranks, :used] = _balance(loads_LE, num_experts + redundant, used, speed_R[ranks], weighted)
     else:
-        _balance_nodes(slots_LRS, loads_LE, ranks, used, redundant, speed_R, num_groups, num_nodes)
+        _balance_nodes(slots_LRS, loads_LE, ranks, used, redundant, speed_R, num_groups, num_nodes, weighted)
     return from_slots(slots_LRS, num_experts, epoch)
 
 
@@ -112,17 +118,17 @@ def to_slots(placement: Placement) -> Ints:
     return np.array(rows, np.int64).reshape(len(rows), placement.num_ranks, placement.slots_per_rank)
 
 
-def _balance(loads_LE: Floats, num_copies: int, slots_per_rank: int, speed_R: Floats) -> Ints:
+def _balance(loads_LE: Floats, num_copies: int, slots_per_rank: int, speed_R: Floats, weighted: bool) -> Ints:
     """[L, R, S] for ranks that may hold anything."""
     num_ranks = len(speed_R)
     copies_LE = _copies(loads_LE, num_copies, num_ranks)
+    bound_L = np.maximum(1.0, _hottest_copies(loads_LE, copies_LE, speed_R))
     if slots_per_rank == 2:
         for load_E, copies_E in zip(loads_LE, copies_LE, strict=True):
             _exchange_copies(load_E, copies_E, num_ranks)
     slots_LRS, copies_LE = _pack(loads_LE, copies_LE, slots_per_rank, speed_R)
-    ratio_L = _swap(slots_LRS, loads_LE / copies_LE, speed_R)
-    bound_L = np.maximum(1.0, _hottest_copies(loads_LE, copies_LE, speed_R))
-    for layer in np.flatnonzero(ratio_L * WORTHWHILE > FAR):
+    hottest_L = _swap(slots_LRS, loads_LE / copies_LE, speed_R)
+    for layer in np.flatnonzero(hottest_L * WORTHWHILE > FAR * bound_L) if weighted and slots_per_rank > 1 else ():
         slots_LRS[layer] = _search(slots_LRS[layer], loads_LE[layer], speed_R, bound_L[layer])
     return np.sort(slots_LRS, axis=2)
 
@@ -134,16 +140,20 @@ def _hottest_copies(loads_LE: Floats, copies_LE: Ints, speed_R: Floats) -> Float
 
 
 def _search(slots_RS: Ints, load_E: Floats, speed_R: Floats, bound: float) -> Ints:
-    """The best slots that a search from `slots_RS` passes through, if that is worth it: what the search finds relies on
-    weights, and where tokens are split evenly packing did better.
+    """The best slots that searches from `slots_RS` pass through, if that is worth it: what they find relies on weights,
+    and where tokens are split evenly packing did better. Small layers are shaken and searched again.
     """
     search = LayerSearch(slots_RS.copy(), load_E, speed_R)
     best, least, enough = slots_RS, search.hottest() * WORTHWHILE, bound * FAR
-    for _ in range(MAX_SEARCH_STEPS if slots_RS.shape[1] > 1 else 0):
-        if least <= enough or search.step() is None:
-            break
-        if search.hottest() < least:
-            best, least = search.slots_RS.copy(), search.hottest()
+    for attempt in range(1 + min(MAX_SHAKES, SMALL // slots_RS.size)):
+        if attempt:
+            search = LayerSearch(shaken(best, len(load_E), np.random.default_rng(attempt)), load_E, speed_R)
+        for _ in range(MAX_SEARCH_STEPS):
+            hottest = search.hottest()
+            if hottest < least:
+                best, least = search.slots_RS.copy(), hottest
+            if least <= enough or search.step() is None:
+                break
     return best
 
 
@@ -243,7 +253,7 @@ def _pack(loads_LE: Floats, copies_LE: Ints, slots_per_rank: int, speed_R: Float
 def _swap(slots_LRS: Ints, share_LE: Floats, speed_R: Floats) -> Floats:
     """Swap in place, in all layers at once, the pair that relieves the hottest rank most, while one does.
 
-    Returns [L] the hottest rank's time over its bound: the mean, or the hottest copy on the fastest rank.
+    Returns [L] the hottest rank's time over the mean.
     """
     num_layers, num_ranks, _ = slots_LRS.shape
     num_experts = share_LE.shape[1]
@@ -290,8 +300,8 @@ def _swap(slots_LRS: Ints, share_LE: Floats, speed_R: Floats) -> Floats:
         load_LR[active, other] += moved
         holds_LRE[active, hot, given] = holds_LRE[active, other, taken] = False
         holds_LRE[active, other, given], holds_LRE[active, hot, taken] = given < num_experts, taken < num_experts
-    ratio_L: Floats = (load_LR / speed_R).max(1) / bound_L
-    return ratio_L
+    hottest_L: Floats = (load_LR / speed_R).max(1) / (load_LR.sum(1) / speed_R.sum())
+    return hottest_L
 
 
 def _balance_nodes(
@@ -303,6 +313,7 @@ def _balance_nodes(
     speed_R: Floats,
     num_groups: int,
     num_nodes: int,
+    weighted: bool,
 ) -> None:
     """Fill `slots_LRS` node by node: groups of experts to nodes by the same packing, then each node by itself."""
     num_layers, num_ranks, _ = slots_LRS.shape
@@ -325,11 +336,11 @@ def _balance_nodes(
     give = np.diff(np.array([0, *np.cumsum(spare)]) * min(redundant, total) // max(total, 1))
     node_speed = np.array([speed_R[m].sum() for m in members])
     group_LG = loads_LE.reshape(num_layers, num_groups, group_size).sum(2)
-    groups_LNS = _balance(group_LG, num_groups, num_groups // num_nodes, node_speed)
+    groups_LNS = _balance(group_LG, num_groups, num_groups // num_nodes, node_speed, weighted)
     for node, member in enumerate(members):
         expert_LE = (groups_LNS[:, node, :, None] * group_size + np.arange(group_size)).reshape(num_layers, -1)
         local_LE = np.take_along_axis(loads_LE, expert_LE, axis=1)
-        local_LRS = _balance(local_LE, per_node + int(give[node]), used, speed_R[member])
+        local_LRS = _balance(local_LE, per_node + int(give[node]), used, speed_R[member], weighted)
         expert_LE = np.append(expert_LE, np.full((num_layers, 1), num_experts), axis=1)
         slots = np.take_along_axis(expert_LE, local_LRS.reshape(num_layers, -1), axis=1).reshape(local_LRS.shape)
         slots_LRS[:, member, :used] = np.sort(slots, axis=2)

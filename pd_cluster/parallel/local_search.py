@@ -152,17 +152,18 @@ class LayerSearch:
         old_V, freed_V = self.slots_RS[rank_V, slot_V], part_RS[rank_V, slot_V]
         rows = np.arange(len(rank_V))
         takes_VR = np.where(self._holds_RE.T[old_V], time_R[None], np.inf)
-        takes_VR[rows, rank_V] = takes_VR[:, hot] = np.inf
+        takes_VR[rows, rank_V] = np.inf
         taker_V = takes_VR.argmin(1)
         taken_V = self._excess(time_R[taker_V] + freed_V / self.speed_R[taker_V]) - self._excess(time_R[taker_V])
-        taken_V[~np.isfinite(takes_VR[rows, taker_V])] = np.inf
-        taken_V[old_V == self.num_experts] = 0.0
+        hot_V = np.full(len(rank_V), time_R[hot])
+        hot_V[taker_V == hot] += freed_V[taker_V == hot] / self.speed_R[hot]  # no other rank holds that expert
+        taken_V[(taker_V == hot) | (old_V == self.num_experts)] = 0.0
         under_V = time_R[rank_V] - freed_V / self.speed_R[rank_V]
         width_V = 1.0 / (1.0 / self.speed_R[hot] + 1.0 / self.speed_R[rank_V])
-        load_VS = np.clip(((time_R[hot] - under_V) * width_V)[:, None], 0.0, part_RS[hot][None])
+        load_VS = np.clip(((hot_V - under_V) * width_V)[:, None], 0.0, part_RS[hot][None])
         excess_R = self._excess(time_R)
         gain_VS = excess_R[hot] + (excess_R[rank_V] - taken_V)[:, None]
-        gain_VS = gain_VS - self._excess(time_R[hot] - load_VS / self.speed_R[hot])
+        gain_VS = gain_VS - self._excess(hot_V[:, None] - load_VS / self.speed_R[hot])
         gain_VS -= self._excess(under_V[:, None] + load_VS / self.speed_R[rank_V][:, None])
         mine_S = self.slots_RS[hot]
         gain_VS[self._holds_RE[rank_V[:, None], mine_S[None]] | (mine_S == self.num_experts)[None]] = -np.inf
@@ -170,3 +171,21 @@ class LayerSearch:
         # the new copy is poured full after the step
         puts = ((int(rank_V[v]), int(slot_V[v]), int(mine_S[s]), 0.0),)
         return Change(puts, float(gain_VS[v, s]), 1)
+
+
+def shaken(slots_RS: Ints, num_experts: int, rng: np.random.Generator) -> Ints:
+    """A copy with a few changes at random that keep the rules: where a search that is stuck may start again."""
+    slots_RS = slots_RS.copy()
+    num_ranks, per_rank = slots_RS.shape
+    for _ in range(3):
+        one, other = rng.permutation(num_ranks)[:2] if num_ranks > 1 else (0, 0)
+        s, t = rng.integers(per_rank, size=2)
+        given, taken = slots_RS[one, s], slots_RS[other, t]
+        if given == num_experts or given in slots_RS[other]:
+            continue
+        copies = np.count_nonzero(slots_RS == taken)
+        if taken == num_experts or (copies > 1 and rng.random() < 0.5):
+            slots_RS[other, t] = given
+        elif taken not in slots_RS[one]:
+            slots_RS[one, s], slots_RS[other, t] = taken, given
+    return slots_RS

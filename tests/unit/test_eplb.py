@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pd_cluster.bench.placement import weighted_ratios
 from pd_cluster.parallel.balance import plan
 from pd_cluster.parallel.eplb import Ints, global_eplb, hierarchical_eplb
 from pd_cluster.parallel.replicas import weights
@@ -35,9 +36,15 @@ def test_global_balancing_of_the_published_example() -> None:
 
 
 def test_the_planner_reaches_the_best_that_the_published_example_allows() -> None:
-    placement = plan(PUBLISHED, 8, redundant=4)
+    placement = plan(PUBLISHED, 8, redundant=4, weighted=False)
     slots = np.array([layer.slots for layer in placement.layers], np.int64)
     assert max_over_mean(slots, 8) == pytest.approx([1.053, 1.190], abs=5e-4)
+
+
+def test_weights_on_copies_go_below_what_even_splitting_allows() -> None:
+    ratios = weighted_ratios(plan(PUBLISHED, 8, redundant=4), PUBLISHED)
+    assert ratios[0] < 1.03
+    assert ratios[1] < 1.10
 
 
 def test_hierarchical_balancing_keeps_a_group_within_a_node() -> None:
