@@ -24,7 +24,7 @@ MAX_REQUESTS = 1000
 ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_COLOCATED: "colocated"}
 
 Scale = Callable[[str, int], Awaitable[int]]
-"""Role and how many engines of it shall run -> how many were meant to run before. Raises ConfigError."""
+"""Role and how many engines of it shall run -> how many were meant to run before. Raises InvalidRequest."""
 
 
 class Cluster(cluster_pb2_grpc.ClusterServicer):

@@ -350,6 +350,21 @@ class Pipeline:
             worker.health = Health.DRAINING if worker.is_ready else worker.health
             self.send(Leg(worker.id, worker.epoch), m.Drain())
 
+    def is_busy(self, engine_id: EngineId) -> bool:
+        """Whether a request of ours is at an engine, or its workers' last words were that something is."""
+        workers = [worker for worker in self.directory.workers if worker.info.engine_id == engine_id]
+        legs = {Leg(worker.id, worker.epoch) for worker in workers}
+        attempts = [flight.attempt for flight in self._flights.values() if flight.attempt is not None]
+        return any(attempt.prefill in legs or attempt.decode in legs for attempt in attempts) or any(
+            worker.load.num_running
+            + worker.load.num_waiting
+            + worker.load.num_reserved_blocks
+            + worker.load.num_held_blocks
+            + worker.load.num_quarantined_blocks
+            for worker in workers
+            if worker.health is not Health.LOST
+        )
+
     def _lose(self, leg: Leg, reason: str) -> None:
         self._conversations.end(leg)
         self.directory.lose(leg.worker_id, reason)

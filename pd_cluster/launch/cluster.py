@@ -11,14 +11,20 @@ from types import TracebackType
 from typing import Self
 
 from pd_cluster.config import ClusterConfig, LaunchSection
-from pd_cluster.errors import PdClusterError, Unavailable
+from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
+from pd_cluster.ids import EngineId
 from pd_cluster.launch.launcher import Launcher, create_launcher
-from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp
+from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp, State
+from pd_cluster.launch.roles import engine_shapes
+from pd_cluster.launch.spec import Role
 from pd_cluster.launch.supervisor import OnProgress, Supervisor
 from pd_cluster.model.source import LoadedModel, open_model
 from router.app import Router
 
 ATTACH_TIMEOUT_S = 30.0
+MAX_INSTANCES = 1024
+LOOK_S = 0.1
+"""Between two looks at an engine that drains."""
 
 
 async def _created(section: LaunchSection) -> Launcher:
@@ -50,11 +56,12 @@ class Cluster:
     ) -> None:
         self.config = config
         self.model = model or open_model(config.model.path, config.model.load)
-        self.router = Router(config, self.model, http=http)
+        self.router = Router(config, self.model, http=http, scale=self.scale)
         self._on_progress = on_progress
         self._on_event = on_event
         self._exits = contextlib.AsyncExitStack()
         self._supervisor: Supervisor | None = None
+        self._leaving: dict[EngineId, asyncio.Task[None]] = {}
 
     @property
     def supervisor(self) -> Supervisor:
@@ -74,8 +81,54 @@ class Cluster:
     ) -> None:
         await self._exits.aclose()
 
+    async def scale(self, role: str, instances: int) -> int:
+        """Let that many engines of a role run; how many were meant to before.
+
+        New ones take requests when they are up. Those that go, the newest first, take nothing new and end when they
+        have finished what they have. Raises InvalidRequest.
+        """
+        known = sorted({shape.role for shape in engine_shapes(self.config)})
+        if role not in known:
+            raise InvalidRequest(f"this cluster has no {role} engines: it has {' and '.join(known)}", param="role")
+        if not 1 <= instances <= MAX_INSTANCES:
+            raise InvalidRequest(
+                f"a pool has between 1 and {MAX_INSTANCES} engines, got {instances}", param="instances"
+            )
+        kind: Role = next(shape.role for shape in engine_shapes(self.config) if shape.role == role)
+        pool = [engine for engine in self.supervisor.pool(kind) if engine.shape.engine_id not in self._leaving]
+        for _ in range(instances - len(pool)):
+            self.supervisor.add(kind)
+        ready = [engine for engine in pool if engine.life.state is State.READY]
+        staying_first = ready + [engine for engine in pool if engine.life.state is not State.READY]
+        for engine in staying_first[instances:]:
+            engine_id = engine.shape.engine_id
+            self._leaving[engine_id] = asyncio.create_task(self._dismiss(engine_id), name=f"dismiss-{engine_id}")
+        return len(pool)
+
+    async def _dismiss(self, engine_id: EngineId) -> None:
+        """Drain an engine and end it; after the longest time that a request may take, with what is left."""
+        pipeline = self.router.pipeline
+        try:
+            for worker in pipeline.directory.workers:
+                if worker.info.engine_id == engine_id:
+                    pipeline.drain(worker.id)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.router.request_timeout_s):
+                    while pipeline.is_busy(engine_id):  # noqa: ASYNC110 (its load comes with heartbeats)
+                        await asyncio.sleep(LOOK_S)
+            await self.supervisor.retire(engine_id)
+        finally:
+            del self._leaving[engine_id]
+
+    async def _stop_leaving(self) -> None:
+        tasks = list(self._leaving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _start(self) -> None:
         self._exits.push_async_callback(self._stop_supervisor)
+        self._exits.push_async_callback(self._stop_leaving)
         self._exits.push_async_callback(self.router.stop)  # first, so that no request takes the end for a failure
         await self.router.start()
         launcher = await _created(self.config.launch)

@@ -79,7 +79,7 @@ class EngineLost(Struct, frozen=True):
     epoch: EngineEpoch
     addresses: list[str]
     reason: str
-    expected: bool = False  # the cluster is being stopped
+    expected: bool = False  # it was told to end
 
 
 class EngineDead(Struct, frozen=True):
@@ -225,13 +225,13 @@ class EngineLife:
             return [self._back_off(now_s, self._num_refusals)]
         return self._gone(now_s)
 
-    def stop(self, now_s: float) -> list[Action]:
+    def stop(self, now_s: float, reason: str = "the cluster stops") -> list[Action]:
         """End for good: ranks are asked, and killed when they take longer than GRACE_S."""
         self._stopping = True
         if self.state in (State.BACKOFF, State.FAILED):
             self._to(State.STOPPED, now_s)
         elif self.state in (State.STARTING, State.READY):
-            lost = self._lost("the cluster stops", expected=True)
+            lost = self._lost(reason, expected=True)
             self._to(State.ENDING, now_s)
             return [*lost, Terminate(self._epoch())]
         return []

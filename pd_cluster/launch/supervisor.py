@@ -7,6 +7,7 @@ thread of the supervisor's own, which lives as long as the ranks; the ranks' lea
 
 import asyncio
 import functools
+import itertools
 import signal
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +35,8 @@ from pd_cluster.launch.lifecycle import (
     Terminate,
     describe_exit,
 )
-from pd_cluster.launch.roles import EngineShape, engine_shapes, rank_specs
-from pd_cluster.launch.spec import RankProgress, RankReport, RankSpec
+from pd_cluster.launch.roles import EngineShape, engine_shape, engine_shapes, rank_specs
+from pd_cluster.launch.spec import RankProgress, RankReport, RankSpec, Role
 from pd_cluster.launch.store import StoreServer
 from pd_cluster.log import get_log
 
@@ -67,6 +68,7 @@ class Engine:
         self.handles: dict[Rank, RankHandle] = {}  # of ranks not seen dead
         self.progress: dict[Rank, RankProgress] = {}
         self.killed = False
+        self.retired = False
 
     @property
     def pids(self) -> dict[Rank, int]:
@@ -173,6 +175,29 @@ class Supervisor:
         """Wait until a role has no engine left that will serve, then raise the last one's error."""
         await self._until(self._raise_when_hopeless)
 
+    # ---- pools that change their size
+
+    def pool(self, role: Role) -> list[Engine]:
+        """The engines of a role that shall run, the oldest first."""
+        return [
+            engine
+            for engine in self.engines.values()
+            if engine.shape.role == role and not engine.retired and engine.life.state is not State.FAILED
+        ]
+
+    def add(self, role: Role) -> EngineId:
+        """Let one more engine of a role run, beginning at the next look. One that cannot start is given up."""
+        shapes = (engine_shape(role, index, self._config) for index in itertools.count())
+        shape = next(shape for shape in shapes if shape.engine_id not in self.engines)
+        self.engines[shape.engine_id] = Engine(shape, self._config)
+        return shape.engine_id
+
+    async def retire(self, engine_id: EngineId) -> None:
+        """End an engine for good; returns when all of its ranks are gone. What still runs there goes on elsewhere."""
+        engine = self.engines[engine_id]
+        engine.retired = True
+        await self._until(lambda: self.engines.get(engine_id) is not engine)
+
     # ---- conditions
 
     def _all_in(self, state: State) -> bool:
@@ -215,6 +240,9 @@ class Supervisor:
     async def _watch(self, store: StoreServer) -> None:
         while True:
             await self._start_due(store)
+            for engine_id, engine in list(self.engines.items()):
+                if engine.retired and engine.life.state is State.STOPPED:
+                    del self.engines[engine_id]
             living = [engine for engine in self.engines.values() if engine.handles]
             for engine, seen in await self._on_thread(functools.partial(self._look_at_all, living, store)):
                 await self._take(engine, seen)
@@ -224,9 +252,13 @@ class Supervisor:
     async def _start_due(self, store: StoreServer) -> None:
         """Let time pass for every engine, and start those whose time has come together."""
         due: list[tuple[Engine, list[RankSpec]]] = []
-        for engine in self.engines.values():
+        for engine in list(self.engines.values()):
             now_s = self._clock.now_s()
-            actions = engine.life.stop(now_s) if self._stopping else []
+            actions: list[Action] = []
+            if self._stopping:
+                actions = engine.life.stop(now_s)
+            elif engine.retired:
+                actions = engine.life.stop(now_s, "its pool shrinks")
             for action in actions + engine.life.tick(now_s):
                 if isinstance(action, Start):
                     address = (store.host, store.port)

@@ -8,13 +8,16 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from harness import CHECKPOINTS, LocalCluster, config_of
 from processes import Command, running
 
-from pd_cluster.client import AsyncClient, Client, FinishReason
-from pd_cluster.errors import PdClusterError, Unavailable
+from pd_cluster.client import AsyncClient, Client, Completion, FinishReason, Health, Role
+from pd_cluster.engine.torch_engine import TorchEngine
+from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
+from pd_cluster.launch.cluster import Cluster
 
 MODEL = CHECKPOINTS / "llama"
 PROMPTS = [
@@ -68,6 +71,18 @@ def config(**values: object):
     return config_of(MODEL, kv__num_blocks=256, **values)
 
 
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 ms and more a step, so that a stream of 120 tokens is caught in its middle."""
+    collect = TorchEngine.collect
+
+    def slowly(engine: TorchEngine):
+        time.sleep(0.01)
+        return collect(engine)
+
+    monkeypatch.setattr(TorchEngine, "collect", slowly)
+
+
 async def test_answers_are_the_references():
     made = LocalCluster(config(decode__data_parallel=2), http=True)
     async with made as cluster, AsyncClient(f"127.0.0.1:{cluster.router.grpc_port}") as client:
@@ -83,7 +98,7 @@ async def test_answers_are_the_references():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 12, "presence_penalty": 0.5}])
-async def test_streams_of_a_killed_router_go_on_at_another_one(sampling):
+async def test_streams_of_a_killed_router_go_on_at_another_one(sampling, slow_steps):
     """Kill -9 in mid-stream: every stream is equal to the undisturbed one, and the workers' blocks are all free."""
     async with LocalCluster(config()) as cluster:  # noqa: SIM117 (the routers go first)
         async with router_process(cluster) as first, router_process(cluster) as second:
@@ -125,7 +140,7 @@ async def test_streams_of_a_killed_router_go_on_at_another_one(sampling):
 
 
 @pytest.mark.processes
-async def test_a_stream_waits_for_its_only_router_to_be_started_again():
+async def test_a_stream_waits_for_its_only_router_to_be_started_again(slow_steps):
     async with LocalCluster(config()) as cluster:
         port = free_port()
         ids, _ = PROMPTS[0]
@@ -157,7 +172,7 @@ async def test_a_stream_waits_for_its_only_router_to_be_started_again():
         await cluster.until_free()
 
 
-async def test_two_hundred_cancelled_streams_leave_nothing_on_either_side():
+async def test_two_hundred_cancelled_streams_leave_nothing_on_either_side(slow_steps):
     """By every way out: the stream is left, its task is cancelled, its deadline passes, the client hangs up."""
     rng = random.Random(3)
     async with LocalCluster(config(decode__max_num_seqs=16), http=True) as cluster:
@@ -195,3 +210,55 @@ async def test_two_hundred_cancelled_streams_leave_nothing_on_either_side():
             answer = await client.generate(PROMPTS[0][0], max_tokens=8, **GREEDY)
             assert answer.finish_reason is FinishReason.LENGTH
             assert answer.token_ids == PROMPTS[0][1][:8]
+
+
+@pytest.mark.processes
+async def test_a_pool_grows_and_shrinks_under_running_streams():
+    """Real processes and NIXL: a second decode engine joins and leaves again, and no stream notices."""
+    made = Cluster(config(), http=True)
+    async with made as cluster, AsyncClient(f"127.0.0.1:{cluster.router.grpc_port}") as client:
+        options = {"max_tokens": 100, **GREEDY}
+        expected = [(await client.generate(ids, **options)).token_ids for ids, _ in PROMPTS]
+
+        async def decoders(count: int) -> None:
+            async with asyncio.timeout(60):
+                while True:
+                    status = await client.status()
+                    found = [worker for worker in status.workers if worker.role is Role.DECODE]
+                    if len(found) == count and all(worker.health is Health.READY for worker in found):
+                        return
+                    await asyncio.sleep(0.05)
+
+        assert await client.scale("decode", 2) == 1
+        await decoders(2)
+        pids = cluster.supervisor.engines["decode-1"].pids.values()
+        answers: list[tuple[int, Completion]] = []
+        enough = asyncio.Event()
+
+        async def keep_asking(index: int) -> None:
+            while not enough.is_set():
+                answers.append((index, await client.generate(PROMPTS[index][0], **options)))
+
+        asking = [asyncio.ensure_future(keep_asking(i % len(PROMPTS))) for i in range(8)]
+        async with asyncio.timeout(60):
+            while not any(answer.timings.decode_worker == "decode-1/0" for _, answer in answers):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert await client.scale("decode", 1) == 2
+        await decoders(1)
+        enough.set()
+        await asyncio.gather(*asking)
+        assert all(answer.token_ids == expected[index] for index, answer in answers)
+        assert {answer.timings.num_retries for _, answer in answers} == {0}
+        async with asyncio.timeout(30):
+            while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for role, instances in (("decode", 0), ("colocated", 1)):
+            with pytest.raises(InvalidRequest):
+                await client.scale(role, instances)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

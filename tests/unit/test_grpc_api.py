@@ -244,23 +244,23 @@ async def test_a_request_continues_after_any_of_its_tokens_to_the_character(syst
         assert rest[-1].end.usage.num_output_tokens == len(expected_tokens)
 
 
-@pytest.mark.parametrize(
-    ("sampling", "output", "finish"),
-    [
-        (pb.Sampling(temperature=0, max_tokens=3), b"abc", pb.FINISH_REASON_LENGTH),
-        (pb.Sampling(temperature=0), [97, 256], pb.FINISH_REASON_STOP),
-        (pb.Sampling(temperature=0, stop_token_ids=[98]), b"ab", pb.FINISH_REASON_STOP),
-        (pb.Sampling(temperature=0, stop=["bc"]), b"abc", pb.FINISH_REASON_STOP),
-        (pb.Sampling(temperature=0), b"x" * 510, pb.FINISH_REASON_LENGTH),
-    ],
-)
-async def test_a_request_that_had_everything_but_the_end_gets_the_end(system, sampling, output, finish):
-    messages = await read_all(
-        inference(system).GenerateStream(ask(sampling=sampling, output_token_ids=output, request_id="again"))
-    )
-    assert [message.WhichOneof("event") for message in messages] == ["begin", "end"]
-    assert messages[-1].end.finish_reason == finish
-    assert messages[-1].end.usage.num_output_tokens == len(output)
+COMPLETE = [
+    (pb.Sampling(temperature=0, max_tokens=3), b"abc", pb.FINISH_REASON_LENGTH),
+    (pb.Sampling(temperature=0), [97, 256], pb.FINISH_REASON_STOP),
+    (pb.Sampling(temperature=0, stop_token_ids=[98]), b"ab", pb.FINISH_REASON_STOP),
+    (pb.Sampling(temperature=0, stop=["bc"]), b"abc", pb.FINISH_REASON_STOP),
+    (pb.Sampling(temperature=0), b"x" * 510, pb.FINISH_REASON_LENGTH),
+]
+
+
+async def test_a_request_that_had_everything_but_the_end_gets_the_end(system):
+    for sampling, output, finish in COMPLETE:
+        messages = await read_all(
+            inference(system).GenerateStream(ask(sampling=sampling, output_token_ids=output, request_id="again"))
+        )
+        assert [message.WhichOneof("event") for message in messages] == ["begin", "end"]
+        assert messages[-1].end.finish_reason == finish
+        assert messages[-1].end.usage.num_output_tokens == len(output)
     assert not any(isinstance(message, m.Prefill) for message in system.workers[0].seen)
 
 
@@ -345,16 +345,15 @@ BAD_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_REQUESTS)
-async def test_a_bad_request_names_its_field(system, name):
-    message, field = BAD_REQUESTS[name]
+async def test_a_bad_request_names_its_field(system):
     stub = inference(system)
-    for call in (stub.Generate(message), stub.GenerateStream(message)):
-        text, details = await failure(call, grpc.StatusCode.INVALID_ARGUMENT)
-        violation = details["BadRequest"].field_violations[0]
-        assert (violation.field, violation.description) == (field, text)
-        info = details["ErrorInfo"]
-        assert (info.reason, info.domain) == ("INVALID_REQUEST", "pd-cluster")
+    for name, (message, field) in BAD_REQUESTS.items():
+        for call in (stub.Generate(message), stub.GenerateStream(message)):
+            text, details = await failure(call, grpc.StatusCode.INVALID_ARGUMENT)
+            violation = details["BadRequest"].field_violations[0]
+            assert (violation.field, violation.description) == (field, text), name
+            info = details["ErrorInfo"]
+            assert (info.reason, info.domain) == ("INVALID_REQUEST", "pd-cluster"), name
 
 
 async def test_a_prompt_longer_than_the_context_has_a_reason_of_its_own(system):

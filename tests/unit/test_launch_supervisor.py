@@ -214,3 +214,33 @@ async def test_a_subscriber_that_fails_is_not_ignored() -> None:
         async with Supervisor(config(), launcher, on_event=broken):
             pytest.fail("must not come up")
     assert launcher.closed
+
+
+async def test_pools_grow_and_shrink_one_engine_at_a_time() -> None:
+    launcher, heard = FakeLauncher(), Heard()
+    async with Supervisor(config(), launcher, on_event=heard) as supervisor:
+        added = supervisor.add("prefill")
+        assert added == "prefill-1"
+        await heard.until(lambda h: sum(isinstance(e, EngineUp) for e in h) == 3)
+        assert [engine.shape.engine_id for engine in supervisor.pool("prefill")] == ["prefill-0", "prefill-1"]
+        assert {r.spec.ranks_on_host for r in launcher.named("prefill-1.0")} == {6}
+        await supervisor.retire(EngineId("prefill-0"))
+        assert [engine.shape.engine_id for engine in supervisor.pool("prefill")] == ["prefill-1"]
+        assert [r.calls for r in launcher.named("prefill-0.0")] == [["terminate"]]
+        lost = next(e for e in heard if isinstance(e, EngineLost))
+        assert (lost.engine_id, lost.expected, lost.reason) == ("prefill-0", True, "its pool shrinks")
+        assert [e.engine_id for e in heard if isinstance(e, EngineDead)] == ["prefill-0"]
+        assert supervisor.add("prefill") == "prefill-0"  # the name is free again
+        await heard.until(lambda h: sum(isinstance(e, EngineUp) for e in h) == 4)
+    assert all(r.code is not None for r in launcher.ranks)
+
+
+async def test_an_added_engine_that_cannot_start_leaves_the_others_alone() -> None:
+    launcher, heard = FakeLauncher(), Heard()
+    async with Supervisor(config(), launcher, on_event=heard) as supervisor:
+        broken = ConfigError("no memory for it").info()
+        launcher.behave = lambda rank, store: store.report(serving(rank.spec, broken))
+        supervisor.add("decode")
+        await heard.until(lambda h: any(isinstance(e, EngineFailed) for e in h))
+        assert [engine.shape.engine_id for engine in supervisor.pool("decode")] == ["decode-0"]
+        assert not any(isinstance(e, EngineLost) for e in heard)
