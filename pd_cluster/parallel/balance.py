@@ -32,7 +32,7 @@ FAR = 1.002
 """Above this ratio a layer is searched further."""
 
 WORTHWHILE = 0.99
-"""A search must bring the hottest rank below this share of what packing did."""
+"""In a layer of many slots a search must bring the hottest rank below this share of what packing did."""
 
 SMALL = 256
 MAX_SHAKES = 24
@@ -128,8 +128,9 @@ def _balance(loads_LE: Floats, num_copies: int, slots_per_rank: int, speed_R: Fl
             _exchange_copies(load_E, copies_E, num_ranks)
     slots_LRS, copies_LE = _pack(loads_LE, copies_LE, slots_per_rank, speed_R)
     hottest_L = _swap(slots_LRS, loads_LE / copies_LE, speed_R)
-    for layer in np.flatnonzero(hottest_L * WORTHWHILE > FAR * bound_L) if weighted and slots_per_rank > 1 else ():
-        slots_LRS[layer] = _search(slots_LRS[layer], loads_LE[layer], speed_R, bound_L[layer])
+    worthwhile = WORTHWHILE if num_ranks * slots_per_rank > SMALL else 1.0
+    for layer in np.flatnonzero(hottest_L * worthwhile > FAR * bound_L) if weighted and slots_per_rank > 1 else ():
+        slots_LRS[layer] = _search(slots_LRS[layer], loads_LE[layer], speed_R, bound_L[layer] * FAR, worthwhile)
     return np.sort(slots_LRS, axis=2)
 
 
@@ -139,12 +140,12 @@ def _hottest_copies(loads_LE: Floats, copies_LE: Ints, speed_R: Floats) -> Float
     return times
 
 
-def _search(slots_RS: Ints, load_E: Floats, speed_R: Floats, bound: float) -> Ints:
+def _search(slots_RS: Ints, load_E: Floats, speed_R: Floats, enough: float, worthwhile: float) -> Ints:
     """The best slots that searches from `slots_RS` pass through, if that is worth it: what they find relies on weights,
     and where tokens are split evenly packing did better. Small layers are shaken and searched again.
     """
     search = LayerSearch(slots_RS.copy(), load_E, speed_R)
-    best, least, enough = slots_RS, search.hottest() * WORTHWHILE, bound * FAR
+    best, least = slots_RS, search.hottest() * worthwhile
     for attempt in range(1 + min(MAX_SHAKES, SMALL // slots_RS.size)):
         if attempt:
             search = LayerSearch(shaken(best, len(load_E), np.random.default_rng(attempt)), load_E, speed_R)
