@@ -16,6 +16,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.ids import RouterId
 from pd_cluster.log import get_log
 from pd_cluster.pb.v1 import cluster_pb2_grpc, inference_pb2_grpc
+from pd_cluster.rpc.addresses import join_address
 from pd_cluster.rpc.security import Security
 from router.grpc_cluster import Cluster, Scale
 from router.grpc_edge import ApiKeys, WellFormed
@@ -86,7 +87,7 @@ class GrpcApi:
         """Listen. Raises ConfigError when the port is taken or a certificate cannot be read."""
         section = self._section
         wanted = section.grpc_port if section.grpc_port is not None else section.http_port and section.http_port + 1
-        address = f"[{section.host}]:{wanted}" if ":" in section.host else f"{section.host}:{wanted}"
+        address = join_address(section.host, wanted)
         tls = section.grpc_tls
         security = Security()
         if tls is not None:
