@@ -90,17 +90,21 @@ class Router:
         """Listen and begin to dial. Raises ConfigError when a port is taken."""
         if self._http:
             section = self.config.router
-            name = self.config.model.served_model_name or self.model.name
-            serving = Serving(self.pipeline, self.model, name, self.metrics, api_key=section.client_key)
+            serving = self.serving()
             self._server = HttpServer(build_app(serving), listen(section.host, section.http_port))
             await self._server.start()
-            log.info("http_listening", host=section.host, port=self._server.port, model=name)
+            log.info("http_listening", host=section.host, port=self._server.port, model=serving.model_name)
             if section.grpc:
                 self._grpc = GrpcApi(serving, section, self.id, scale=self._scale, limits=self._grpc_limits)
                 await self._grpc.start()
         self.pipeline.start()
         for address in self._addresses:
             self.add_worker(address)
+
+    def serving(self) -> Serving:
+        """What the routes of an API need, also of one that something else than this router serves."""
+        name = self.config.model.served_model_name or self.model.name
+        return Serving(self.pipeline, self.model, name, self.metrics, api_key=self.config.router.client_key)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let requests finish for `drain_s`, cancel the rest, hang up."""

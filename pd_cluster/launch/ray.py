@@ -2,8 +2,8 @@
 
 A prefill instance is packed, for its ranks talk to each other most; a decode group is spread over nodes. Ray places,
 starts and kills, and notices deaths; no token and no KV passes through it. That a rank is dead is said only when its
-process is seen dead on its own node: Ray may call an actor dead while its process still runs. No other module imports
-Ray.
+process is seen dead on its own node: Ray may call an actor dead while its process still runs. Beside this module only
+`serve.py` imports Ray.
 """
 
 import logging
@@ -25,8 +25,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pd_cluster import env
-from pd_cluster.errors import ConfigError, Unavailable
-from pd_cluster.ids import EngineEpoch
+from pd_cluster.errors import ConfigError, PdClusterError, Unavailable
+from pd_cluster.ids import EngineEpoch, EngineId
 from pd_cluster.launch.launcher import RankHandle
 from pd_cluster.launch.pids import ProcessIdentity
 from pd_cluster.launch.spec import LEASE_S, RankSpec, decode_spec, encode_spec
@@ -35,6 +35,9 @@ from pd_cluster.log import configure_logging
 RunRank = Callable[[RankSpec, threading.Event], None]
 
 PLACE_TIMEOUT_S = 10.0
+REPLACE_TIMEOUT_S = 1.0
+"""For a place in a cluster that serves: the supervisor watches the others meanwhile no more, and asks again later."""
+
 ACTOR_TIMEOUT_S = 60.0
 NODE_TIMEOUT_S = 10.0
 KILL_S = 0.5
@@ -196,9 +199,11 @@ class RayHandle:
 
 
 class RayLauncher:
-    """Without an address a Ray cluster of this host's own is started, and ended by `close`."""
+    """Without an address a Ray cluster of this host's own is started, and ended by `close`; a process that belongs to
+    one already uses that. `spare_cpus` of the cluster are left to others.
+    """
 
-    def __init__(self, address: str | None = None, run_rank: RunRank | None = None) -> None:
+    def __init__(self, address: str | None = None, run_rank: RunRank | None = None, *, spare_cpus: float = 0.0) -> None:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         if address.startswith("ray://"):
             raise ConfigError(
@@ -206,6 +211,7 @@ class RayLauncher:
                 "`auto`, or HOST:PORT of its head"
             )
         self._run_rank = run_rank
+        self._spare_cpus = spare_cpus
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _init(address)
@@ -213,36 +219,48 @@ class RayLauncher:
         self._alone = [node["NodeID"] for node in ray.nodes() if node["Alive"]] == [_own_node_id()]
         self.host = "127.0.0.1" if self._alone else get_node_ip_address()
         self._groups: dict[EngineEpoch, PlacementGroup] = {}
+        self._waiting: dict[EngineId, PlacementGroup] = {}  # asked for in vain; a cluster may grow to hold them
         self._handles: list[RayHandle] = []
         self._nodes: dict[str, NodeClient] = {}
+        self._has_served = False
+
+    @property
+    def loopback_node(self) -> str | None:
+        """The node on whose loopback ranks listen; None when any node reaches them."""
+        return _own_node_id() if self._alone else None
 
     def start(self, specs: list[RankSpec]) -> list[RankHandle]:
         self._forget_dead()
+        engines = {spec.epoch: spec.engine_id for spec in specs}
         groups: dict[EngineEpoch, PlacementGroup] = {}
         actors: list[Any] = []
         try:
             share = self._cpu_share(specs)
-            for epoch in dict.fromkeys(spec.epoch for spec in specs):
-                groups[epoch] = _place([spec for spec in specs if spec.epoch == epoch], share)
-            _wait_placed(groups, len(specs))
+            for epoch, engine_id in engines.items():
+                waiting = self._waiting.pop(engine_id, None)
+                groups[epoch] = waiting or _place([spec for spec in specs if spec.epoch == epoch], share)
+            self._wait_placed(groups, engines, len(specs))
             for spec in specs:
-                strategy = PlacementGroupSchedulingStrategy(groups[spec.epoch], placement_group_bundle_index=spec.rank)
-                options = {"name": f"{spec.name}-{spec.epoch}", "num_cpus": spec.threads * share, "max_concurrency": 4}
+                group = groups[spec.epoch]
+                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=spec.rank)
+                cpus = group.bundle_specs[spec.rank]["CPU"]
+                options = {"name": f"{spec.name}-{spec.epoch}", "num_cpus": cpus, "max_concurrency": 4}
                 actor = ray.remote(RankActor).options(scheduling_strategy=strategy, max_restarts=0, **options)
                 actors.append(actor.remote(spec.threads))
             homes: list[Home] = ray.get([actor.home.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
             if self._alone and any(home.node_id != _own_node_id() for home in homes):
-                raise Unavailable(
+                raise ConfigError(
                     "the Ray cluster has grown by nodes that cannot reach this one's loopback: start again"
                 )
-        except (RayError, Unavailable) as error:
+        except (RayError, PdClusterError) as error:
             for actor in actors:
                 ray.kill(actor)
             for group in groups.values():
-                remove_placement_group(group)
-            raise (
-                error if isinstance(error, Unavailable) else Unavailable(f"Ray could not start ranks: {error}")
-            ) from error
+                if group not in self._waiting.values():
+                    remove_placement_group(group)
+            if isinstance(error, PdClusterError):
+                raise
+            raise Unavailable(f"Ray could not start ranks: {error}") from error
         per_node = Counter(home.node_id for home in homes) + Counter(handle.node_id for handle in self._handles)
         started = []
         for spec, actor, home in zip(specs, actors, homes, strict=True):
@@ -259,8 +277,25 @@ class RayLauncher:
     def _cpu_share(self, specs: list[RankSpec]) -> float:
         """CPUs asked of Ray for each thread of a rank: 1 where that fits, else an even share of what is there."""
         wanted = sum(spec.threads for spec in specs)
-        free = ray.available_resources().get("CPU", 0.0)
+        free = max(ray.available_resources().get("CPU", 0.0) - self._spare_cpus, 0.0)
         return 1.0 if wanted <= free else max(math.floor(free / wanted * 1000) / 1000, 0.001)
+
+    def _wait_placed(
+        self, groups: dict[EngineEpoch, PlacementGroup], engines: dict[EngineEpoch, EngineId], num_ranks: int
+    ) -> None:
+        """Raises Unavailable; where ranks serve already, the groups stay in line for the next try."""
+        timeout_s = REPLACE_TIMEOUT_S if self._has_served else PLACE_TIMEOUT_S
+        try:
+            ray.get([group.ready() for group in groups.values()], timeout=timeout_s)
+        except GetTimeoutError as error:
+            if self._has_served:
+                self._waiting |= {engines[epoch]: group for epoch, group in groups.items()}
+            free = ray.available_resources().get("CPU", 0.0)
+            raise Unavailable(
+                f"the Ray cluster found no place for {num_ranks} ranks in {timeout_s:g} s ({free:g} CPUs are free): "
+                "add nodes, end other jobs or shrink the pools"
+            ) from error
+        self._has_served = True
 
     def _forget_dead(self) -> None:
         self._handles = [handle for handle in self._handles if handle.poll() is None]
@@ -275,6 +310,9 @@ class RayLauncher:
         for handle in self._handles:
             handle.wait(NODE_TIMEOUT_S)
         self._forget_dead()
+        for group in self._waiting.values():
+            remove_placement_group(group)
+        self._waiting.clear()
         self._nodes.clear()
         if self._owns_ray:
             ray.shutdown()
@@ -303,14 +341,3 @@ def _place(specs: list[RankSpec], share: float) -> PlacementGroup:
     """`specs`: all ranks of one engine."""
     strategy = "PACK" if specs[0].role == "prefill" else "SPREAD"
     return placement_group([{"CPU": spec.threads * share} for spec in specs], strategy=strategy)
-
-
-def _wait_placed(groups: dict[EngineEpoch, PlacementGroup], num_ranks: int) -> None:
-    try:
-        ray.get([group.ready() for group in groups.values()], timeout=PLACE_TIMEOUT_S)
-    except GetTimeoutError as error:
-        free = ray.available_resources().get("CPU", 0.0)
-        raise Unavailable(
-            f"the Ray cluster found no place for {num_ranks} ranks in {PLACE_TIMEOUT_S:g} s ({free:g} CPUs are free): "
-            "add nodes, end other jobs or shrink the pools"
-        ) from error
