@@ -395,7 +395,10 @@ class Flight:
             self._finish(token_ids, logprobs, delta.finish)
 
     def _on_failed(self, attempt: Attempt, leg: Leg, error: PdClusterError) -> None:
-        if isinstance(error, PeerIncompatible) and attempt.link is not None:
+        if isinstance(error, PeerIncompatible):
+            if attempt.link is None:  # there is no pair to avoid: another attempt would be the same
+                self._fail(error)
+                return
             self._port.mark_incompatible(attempt.link.source, attempt.link.target, error.message)
         self._num_engine_errors += isinstance(error, EngineError)
         refused = leg == attempt.decode and attempt.granted_s is None and not attempt.colocated

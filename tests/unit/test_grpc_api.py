@@ -413,10 +413,11 @@ async def test_without_workers_the_router_is_unavailable_and_says_when_to_retry(
 async def test_what_workers_fail_with_has_its_code(system, error, code):
     prefill, decode = system.workers
     decode.replace[m.Reserve] = lambda message: [decode.failed(message.request.id, message.transfer_id, error)]
-    if not isinstance(error, PeerIncompatible):
-        prefill.replace[m.Prefill] = lambda message: [prefill.failed(message.request.id, message.transfer_id, error)]
-    _, details = await failure(inference(system).Generate(ask()), code)
-    assert details["ErrorInfo"].reason == error.code.upper()
+    answers = [await failure(inference(system).Generate(ask()), code)] if isinstance(error, PeerIncompatible) else []
+    prefill.replace[m.Prefill] = lambda message: [prefill.failed(message.request.id, message.transfer_id, error)]
+    decode.replace.clear()
+    answers.append(await failure(inference(system).Generate(ask()), code))
+    assert {details["ErrorInfo"].reason for _, details in answers} == {error.code.upper()}
 
 
 async def test_an_error_in_mid_stream_comes_after_its_tokens_and_without_an_end(system):
