@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct, field
 from torch.distributed import DistError
 
+from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.ids import EngineEpoch, Rank
 from pd_cluster.launch.launcher import Launcher, RankHandle
@@ -125,14 +126,15 @@ class Place(Struct, frozen=True, kw_only=True):
 class RemoteNode:
     """Another node as node 0 sees it. The launcher's thread looks; any thread may change what is wanted."""
 
-    def __init__(self, node: int) -> None:
+    def __init__(self, node: int, clock: Clock) -> None:
+        self._clock = clock
         self._changing = threading.Lock()
         self.node = node
         self.told_to_drain = False
         self.drained = False
         self._seen: Seen | None = None
         self._changed_s = 0.0
-        self._looked_s = 0.0
+        self._looked_s = float("-inf")
         self._wanted: Wanted | None = None
         self._runs_at = ""  # the agent that was to start the present life
 
@@ -140,7 +142,7 @@ class RemoteNode:
         self._store = connect(host, port)
 
     def look(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
@@ -153,7 +155,7 @@ class RemoteNode:
 
     @property
     def present(self) -> bool:
-        return self._seen is not None and time.monotonic() - self._changed_s < SILENT_S
+        return self._seen is not None and self._clock.now_s() - self._changed_s < SILENT_S
 
     def start(self, specs: list[RankSpec]) -> None:
         assert self._seen is not None
@@ -218,11 +220,12 @@ class RemoteHandle:
 class NodesLauncher:
     """The launcher of node 0; `local` starts its own ranks. Waits up to `wait_s` for the other nodes at each start."""
 
-    def __init__(self, place: Place, local: Launcher, *, wait_s: float) -> None:
+    def __init__(self, place: Place, local: Launcher, *, wait_s: float, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._place = place
         self._local = local
         self._wait_s = wait_s
-        self._nodes = [RemoteNode(node) for node in range(1, place.num_nodes)]
+        self._nodes = [RemoteNode(node, self._clock) for node in range(1, place.num_nodes)]
         self._attached = False
         self._abandoned = threading.Event()
         self._epoch: EngineEpoch | None = None
@@ -277,11 +280,11 @@ class NodesLauncher:
         self._local.close()
 
     def _await_nodes(self) -> None:
-        deadline_s = time.monotonic() + self._wait_s
+        deadline_s = self._clock.now_s() + self._wait_s
         while missing := [node.node for node in self._nodes if not self._is_present(node)]:
             if self._abandoned.wait(LOOK_S):
                 raise Unavailable("stopped while it waited for the other nodes")
-            if time.monotonic() > deadline_s:
+            if self._clock.now_s() > deadline_s:
                 names = ", ".join(map(str, missing))
                 raise Unavailable(f"{self._place.shape.engine_id}: nodes {names} did not come in {self._wait_s:g} s")
 
