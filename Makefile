@@ -5,8 +5,8 @@
 # make gpu    run the GPU kernels' numerics and measure them against the card
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Another build of torch: make TORCH_INDEX=URL ...
-TORCH_INDEX ?= 
+# Another build of torch (CPU only, another CUDA): the URL of an index that carries it
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -25,12 +25,11 @@ $(BIN)/python:
 		{ echo "$(PYTHON) is older than 3.11: say PYTHON=/path/to/python3.11" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 
-# torch comes first and alone, so that a machine without GPUs does not fetch gigabytes of CUDA
+# torch comes first and alone: the index it comes from may be another one
 $(VENV)/.run: pyproject.toml | $(BIN)/python
 	@version=$$(sed -n 's/^ *"torch==\([0-9.]*\)".*/\1/p' pyproject.toml); \
 	$(BIN)/python -c "import sys, importlib.metadata as m; sys.exit(m.version('torch').split('+')[0] != '$$version')" 2>/dev/null || \
-		$(PIP) install -q --retries 1 --no-deps --index-url $(TORCH_INDEX) torch==$$version || \
-		$(PIP) install -q --no-deps torch==$$version
+		$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) --no-deps) torch==$$version
 	$(PIP) install -q -e .
 	@touch $@
 
