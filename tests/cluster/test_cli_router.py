@@ -29,14 +29,14 @@ def status(url: str) -> int:
 def test_sigterm_ends_a_router_that_a_script_started_in_the_background(tmp_path: Path) -> None:
     """A shell without job control has SIGINT ignored in what it starts with `&`."""
     log = tmp_path / "log"
+    command = [sys.executable, "-m", "pd_cluster.cli.main", "router"]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pd_cluster.cli.main", "router", *ARGS, "--socket", str(tmp_path / "door")],
+            ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command, *ARGS, "--socket", str(tmp_path / "door")],
             stdout=file,
             stderr=file,
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
     try:
         until(lambda: process.poll() is not None or "http_listening" in log.read_text())

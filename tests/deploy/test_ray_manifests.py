@@ -1,6 +1,7 @@
 """What Ray Serve and KubeRay are given: valid by Ray's own schema, and pods that Kubernetes takes."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -8,6 +9,8 @@ import pytest
 import yaml
 from custom_resources import check
 from helm_tool import ROOT, Helm, of_kind, pod_templates
+
+from pd_cluster.launch.serve_options import read_args
 
 RAY = ROOT / "deploy" / "ray"
 
@@ -35,6 +38,21 @@ def test_every_serve_config_is_valid_by_rays_schema(helm4: Helm, schema: Any) ->
         (application,) = schema.model_validate(config).applications
         assert application.import_path == "router.serve_app:build", name
         assert application.route_prefix == "/"
+
+
+def test_the_application_takes_the_arguments_that_it_is_given(helm4: Helm, tmp_path: Path) -> None:
+    objects = helm4.example("rayservice", "--set=model.source=demo,router.drain.timeoutSeconds=33")
+    path = tmp_path / "cluster.toml"
+    path.write_text(of_kind(objects, "ConfigMap")["demo-pd-cluster"]["data"]["cluster.toml"])
+    chart = yaml.safe_load(of_kind(objects, "RayService")["demo-pd-cluster"]["spec"]["serveConfigV2"])
+    args = chart["applications"][0]["args"]
+    assert args["config"] == "/etc/pd-cluster/cluster.toml"
+    config, options = read_args({**args, "config": str(path)})
+    assert (config.prefill.instances, config.prefill.tensor_parallel, config.decode.data_parallel) == (2, 4, 8)
+    assert (config.launch.launcher, config.security.allow_insecure) == ("ray", True)
+    assert (options.num_replicas, options.max_ongoing_requests, options.drain_s) == (2, 256, 33.0)
+    for name in ("serve.yaml", "rayservice.yaml"):
+        read_args(serve_configs(helm4)[name]["applications"][0]["args"])
 
 
 def test_rays_schema_notices_a_misspelt_key(helm4: Helm, schema: Any) -> None:

@@ -12,6 +12,7 @@ applications:
       config: /etc/pd-cluster/cluster.toml
       num_replicas: {{ .Values.rayService.serveReplicas }}
       max_ongoing_requests: {{ .Values.rayService.maxOngoingRequests }}
+      drain_s: {{ .Values.router.drain.timeoutSeconds }}
 {{- end -}}
 
 {{/* (root, component, values, GPUs) */}}
