@@ -13,7 +13,7 @@ from pd_cluster.launch.process import ProcessLauncher
 from pd_cluster.launch.roles import engine_shape
 from pd_cluster.launch.spec import Role
 from pd_cluster.launch.worker_node import WorkerNode
-from pd_cluster.rpc.security import Security
+from pd_cluster.rpc.security import Security, is_loopback
 
 
 async def run_pod(
@@ -35,7 +35,13 @@ async def run_pod(
     place = Place.of(engine_shape(role, engine, config), node, num_nodes, host, control_port)
     if node and not head:
         raise ConfigError("a pod that is not its engine's first needs --head: the host of that one")
-    Security.from_config(config.security).check_exposed(host)  # now, not when the ranks have loaded
+    security = Security.from_config(config.security)
+    security.check_exposed(host)  # now, not when the ranks have loaded
+    if num_nodes > 1 and not (is_loopback(host) or security.allow_insecure):
+        raise ConfigError(
+            f"the {num_nodes} pods of an engine meet at ports without TLS: "
+            "say security.allow_insecure where the network between them is closed"
+        )
     launcher = ProcessLauncher()
     echo = LogEcho(launcher.logs)
     worker = WorkerNode(

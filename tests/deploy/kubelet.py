@@ -185,6 +185,8 @@ class Node:
         self._directory = directory
         self._dns = directory / "dns.json"
         self._num_pods = 0
+        network = os.getpid() % (250 * 250)
+        self._network = f"127.{network // 250 + 2}.{network % 250 + 2}"  # another run on this machine has another one
         self.pods: list[Pod] = []
         for kind in ("StatefulSet", "Deployment"):
             for name, found in of_kind(objects, kind).items():
@@ -196,7 +198,7 @@ class Node:
         self._num_pods += 1
         directory = self._directory / name
         directory.mkdir()
-        return Pod(name, f"127.0.1.{self._num_pods}", pod, self._files, directory, self._dns)
+        return Pod(name, f"{self._network}.{self._num_pods}", pod, self._files, directory, self._dns)
 
     def _write_dns(self) -> None:
         names: dict[str, list[str]] = {}

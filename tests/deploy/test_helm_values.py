@@ -45,6 +45,10 @@ TEMPLATES = [
     ("model.cache.enabled=true,model.cache.accessModes={ReadWriteOnce}", "ReadWriteMany"),
     ("networkPolicy.enabled=false", "security.tls.existingSecret"),
     ("decode.hostNetwork=true", "outside every NetworkPolicy"),
+    (
+        "networkPolicy.enabled=false,security.tls.existingSecret=x,decode.podsPerEngine=2,decode.engine.dataParallel=2",
+        "the ports by which pods of an engine meet are open to the cluster",
+    ),
     ("security.tls.existingSecret=x,security.tls.mutual=false", "anybody may open a control stream"),
     ("security.token.existingSecret=x", "in the clear"),
     ("router.grpcRoute.enabled=true", "needs router.grpcRoute.gateway"),

@@ -87,7 +87,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* Whether control streams may go without TLS and token. */}}
+{{/* What the cluster file says of security.allow_insecure: control streams go without TLS, or pods of an engine meet, which
+     they always do in the clear. Fails when nothing closes the network. */}}
 {{- define "pd.insecure" -}}
 {{- $s := .Values.security -}}
 {{- $tls := and $s.tls.existingSecret (or $s.token.existingSecret $s.tls.mutual) -}}
@@ -97,16 +98,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and $s.token.existingSecret (not $s.tls.existingSecret) (not $s.allowInsecure) -}}
 {{- fail "security.token without security.tls would cross the network in the clear: set security.tls.existingSecret, or security.allowInsecure when a mesh encrypts" -}}
 {{- end -}}
-{{- $hostNetwork := or .Values.decode.hostNetwork (and .Values.prefill.enabled .Values.prefill.hostNetwork) -}}
-{{- if and (not $tls) (not $s.allowInsecure) -}}
+{{- $many := false -}}
+{{- $hostNetwork := false -}}
+{{- range $role := splitList " " (include "pd.roles" .) -}}
+{{- if $role -}}
+{{- $v := include "pd.roleValues" (list $ $role) | fromYaml -}}
+{{- if gt (int $v.podsPerEngine) 1 }}{{ $many = true }}{{ end -}}
+{{- if $v.hostNetwork }}{{ $hostNetwork = true }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- $what := ternary "control ports are" "the ports by which pods of an engine meet are" (not $many) -}}
+{{- $tell := ternary "set security.tls.existingSecret, or security.allowInsecure" "set security.allowInsecure" (not $many) -}}
+{{- if and (or $many (not $tls)) (not $s.allowInsecure) -}}
 {{- if not .Values.networkPolicy.enabled -}}
-{{- fail "with networkPolicy.enabled=false control ports are open to the cluster: set security.tls.existingSecret, or security.allowInsecure when the network is closed by other means" -}}
+{{- fail (printf "with networkPolicy.enabled=false %s open to the cluster: %s when the network is closed by other means" $what $tell) -}}
 {{- end -}}
-{{- if and $hostNetwork (eq .Values.mode "native") -}}
-{{- fail "hostNetwork pods are outside every NetworkPolicy: set security.tls.existingSecret, or security.allowInsecure when the network is closed by other means" -}}
+{{- if $hostNetwork -}}
+{{- fail (printf "hostNetwork pods are outside every NetworkPolicy, and %s open: %s when the network is closed by other means" $what $tell) -}}
 {{- end -}}
 {{- end -}}
-{{- not $tls -}}
+{{- or $many (not $tls) -}}
 {{- end -}}
 
 {{/* Checks across roles, and of the model cache. */}}
