@@ -82,6 +82,46 @@ def placement(
         sys.stdout.write(table(result))
 
 
+Threads = Annotated[int, typer.Option(help="Of the engine, in this process.", min=1)]
+
+
+@app.command()
+@edge.guard
+def engine(
+    model: Annotated[str, typer.Option(help="A dense model: a directory, a .gguf file or a hub id.")],
+    context: Annotated[int, typer.Option(help="Tokens of KV before a decode step.", min=1)] = 256,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are shown.", min=1)] = 5,
+    threads: Threads = 1,
+    json: options.AsJson = False,
+) -> None:
+    """Steps of the bfloat16 engine next to their matrix products alone."""
+    import torch
+
+    from pd_cluster.bench.engine import run
+    from pd_cluster.model.source import open_model
+
+    torch.set_num_threads(threads)
+    _print(run(open_model(model), context=context, rounds=rounds), json)
+
+
+@app.command()
+@edge.guard
+def roofline(
+    batch: Annotated[int, typer.Option(help="Sequences that decode.", min=1)] = 16,
+    context: Annotated[int, typer.Option(help="Tokens of KV of each.", min=1)] = 256,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are shown.", min=1)] = 7,
+    threads: Threads = 1,
+    json: options.AsJson = False,
+) -> None:
+    """A decode step of a random mixture of experts next to reading what it touches once."""
+    import torch
+
+    from pd_cluster.bench.roofline import run
+
+    torch.set_num_threads(threads)
+    _print(run(batch=batch, context=context, rounds=rounds), json)
+
+
 def _print(result: dict[str, Any], json: bool) -> None:
     if json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")

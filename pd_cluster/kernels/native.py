@@ -112,6 +112,18 @@ class Gate(Structure):
     )
 
 
+class MoeLayer(Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("gate", Gate),
+        ("experts", ExpertsLayer),
+        ("shared", MlpLayer),
+        ("num_slots", c_int64),
+        ("slot_of_expert", c_void_p),
+        ("load", c_void_p),
+    )
+
+
 class Pages(Structure):
     _fields_ = (("base", c_void_p), ("unit_stride", c_int64), ("head_stride", c_int64))
 
@@ -145,6 +157,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "mlp_layer": (None, (POINTER(MlpLayer), _int, _ptr, _ptr, _int)),
     "experts_layer": (None, (POINTER(ExpertsLayer), _int, _ptr, _ptr, _ptr, _ptr, _int, _ptr, _int)),
     "gate_layer": (None, (POINTER(Gate), _ptr, _int, _ptr, _ptr, _int)),
+    "moe_layer": (None, (POINTER(MoeLayer), _int, _ptr, _int)),
     "head_layer": (None, (POINTER(Norm), POINTER(Linear), _ptr, _int, _ptr, _int)),
     "highest_of_rows": (None, (_ptr, _int, _int, _int, _ptr, _ptr, _int)),
     "sum_of_bytes": (c_float, (_ptr, _int)),

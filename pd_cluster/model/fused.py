@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pd_cluster.ids import Rank
 from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.kernels.paged import GqaPages, MlaPages
@@ -188,17 +187,17 @@ class FusedMlp:
         self.gate_up = Packed(library, memory, plain.gate_up.weight_NH, gated=True)
         self.down = Packed(library, memory, plain.down.weight_NH, self._residual.fused_bias)
         self._call = library.mlp_layer
-        self._layer = native.MlpLayer(_norm(norm), self.gate_up.struct(), self.down.struct())
+        self.struct = native.MlpLayer(_norm(norm), self.gate_up.struct(), self.down.struct())
 
     def add(self, x_TH: Tensor) -> None:
         partial_TH = self._residual.partial(x_TH)
         to = None if partial_TH is None else partial_TH.data_ptr()
-        self._call(byref(self._layer), len(x_TH), x_TH.data_ptr(), to, torch.get_num_threads())
+        self._call(byref(self.struct), len(x_TH), x_TH.data_ptr(), to, torch.get_num_threads())
         self._residual.add(x_TH, partial_TH)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         out_TH = torch.empty_like(x_TH)
-        self._call(byref(self._layer), len(x_TH), x_TH.data_ptr(), out_TH.data_ptr(), torch.get_num_threads())
+        self._call(byref(self.struct), len(x_TH), x_TH.data_ptr(), out_TH.data_ptr(), torch.get_num_threads())
         return out_TH
 
 
@@ -211,7 +210,7 @@ class FusedGate:
         self._num_chosen = config.num_experts_per_tok
         self._call = library.gate_layer
         is_deepseek, is_v3 = config.gate.startswith("deepseek"), config.gate == "deepseek_v3"
-        self._gate = native.Gate(
+        self.struct = native.Gate(
             weight=self.weight_EH.data_ptr(),
             bias=None if self.bias_E is None else self.bias_E.data_ptr(),
             num_experts=config.num_experts,
@@ -231,7 +230,7 @@ class FusedGate:
         experts_TK = torch.empty((len(hidden_TH), self._num_chosen), dtype=torch.int64)
         weights_TK = torch.empty((len(hidden_TH), self._num_chosen))
         self._call(
-            byref(self._gate),
+            byref(self.struct),
             hidden_TH.data_ptr(),
             len(hidden_TH),
             experts_TK.data_ptr(),
@@ -250,7 +249,7 @@ class FusedExperts:
         self.down = Packed(library, memory, plain.down_SHI)
         self._counts = ctypes.c_int64 * self.num_slots
         self._call = library.experts_layer
-        self._layer = native.ExpertsLayer(
+        self.struct = native.ExpertsLayer(
             self.gate_up.struct(), self.down.struct(), self.gate_up.stride, self.down.stride
         )
 
@@ -259,7 +258,7 @@ class FusedExperts:
         hidden_RH = arrived.hidden_RH.contiguous()
         out_RH = torch.empty_like(hidden_RH)
         self._call(
-            byref(self._layer),
+            byref(self.struct),
             self.num_slots,
             byref(self._counts(*arrived.slot_counts)),
             arrived.pair_row_P.data_ptr(),
@@ -272,6 +271,45 @@ class FusedExperts:
         return out_RH
 
 
+class FusedMoe:
+    """A layer of experts and the norm before it, added to the hidden states: one call where every expert lives on this
+    rank alone and has one slot, else the steps of `Moe` with fused parts.
+    """
+
+    def __init__(self, library: ctypes.CDLL, memory: WeightMemory, norm: RmsNorm, moe: Moe) -> None:
+        gate = FusedGate(library, cast(Gate, moe.gate))
+        slots = {rank: FusedExperts(library, memory, cast(ExpertSlots, plain)) for rank, plain in moe.experts.items()}
+        shared = FusedMlp(library, memory, None, moe.shared) if isinstance(moe.shared, DenseMlp) else None
+        moe.gate, moe.experts, moe.shared = gate, slots, shared
+        self.moe = moe
+        self._kept_norm = norm
+        self._norm = _norm(norm)
+        self._library = library
+        self._struct: native.MoeLayer | None = None
+        if moe.dispatcher.replicated and moe.tp is None and moe.choice.single:
+            (experts,) = slots.values()
+            self._slot_of_expert = moe.choice.slots_EC[:, 0].contiguous()
+            self._struct = native.MoeLayer(
+                norm=self._norm,
+                gate=gate.struct,
+                experts=experts.struct,
+                shared=native.MlpLayer() if shared is None else shared.struct,
+                num_slots=experts.num_slots,
+                slot_of_expert=self._slot_of_expert.data_ptr(),
+                load=moe.load_E.data_ptr(),
+            )
+
+    def add(self, x_TH: Tensor, mix_T: Tensor) -> None:
+        T, H = x_TH.shape
+        threads = torch.get_num_threads()
+        if self._struct is not None:
+            self._library.moe_layer(byref(self._struct), T, x_TH.data_ptr(), threads)
+            return
+        normed_TH = torch.empty_like(x_TH)
+        self._library.norm_layer(byref(self._norm), x_TH.data_ptr(), H, T, normed_TH.data_ptr(), threads)
+        x_TH += self.moe(normed_TH, mix_T)
+
+
 class FusedLayer:
     """Attention, then a dense MLP or experts, in place."""
 
@@ -282,31 +320,23 @@ class FusedLayer:
             self.attention = FusedMla(library, memory, norm, attention)
         else:
             self.attention = FusedGqa(library, memory, norm, attention, heads)
-        self.mlp: FusedMlp | Moe
+        self.fused_mlp: FusedMlp | FusedMoe
         if isinstance(mlp, Moe):
-            mlp.gate = FusedGate(library, cast(Gate, mlp.gate))
-            plain_slots = cast(dict[Rank, ExpertSlots], mlp.experts)
-            mlp.experts = {rank: FusedExperts(library, memory, slots) for rank, slots in plain_slots.items()}
-            if isinstance(mlp.shared, DenseMlp):
-                mlp.shared = FusedMlp(library, memory, None, mlp.shared)
-            self.mlp = mlp
-            self._mlp_norm = plain.mlp_norm
-            self._norm = _norm(plain.mlp_norm)
-            self._normalise = library.norm_layer
+            self.fused_mlp = FusedMoe(library, memory, plain.mlp_norm, mlp)
         else:
-            self.mlp = FusedMlp(library, memory, plain.mlp_norm, mlp)
+            self.fused_mlp = FusedMlp(library, memory, plain.mlp_norm, mlp)
+
+    @property
+    def mlp(self) -> FusedMlp | Moe:
+        return self.fused_mlp.moe if isinstance(self.fused_mlp, FusedMoe) else self.fused_mlp
 
     def __call__(self, x_TH: Tensor, step: native.Step | None, mix_T: Tensor, pages: GqaPages | MlaPages) -> None:
         if step is not None:
             self.attention(x_TH, step, pages)
-        if isinstance(self.mlp, FusedMlp):
-            if step is not None:
-                self.mlp.add(x_TH)
-            return
-        T, H = x_TH.shape
-        normed_TH = torch.empty_like(x_TH)
-        self._normalise(byref(self._norm), x_TH.data_ptr(), H, T, normed_TH.data_ptr(), torch.get_num_threads())
-        x_TH += self.mlp(normed_TH, mix_T)
+        if isinstance(self.fused_mlp, FusedMoe):
+            self.fused_mlp.add(x_TH, mix_T)
+        elif step is not None:
+            self.fused_mlp.add(x_TH)
 
 
 class FusedTransformer(Transformer):

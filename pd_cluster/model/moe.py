@@ -33,11 +33,11 @@ class SlotChoice:
         padded = [[*slots, *slots[:1] * (most - len(slots))] for slots in copies]
         self.slots_EC = torch.tensor(padded, dtype=torch.int64, device=device)
         self.num_copies_E = torch.tensor([len(slots) for slots in copies], dtype=torch.int64, device=device)
-        self._single = most == 1
+        self.single = most == 1
 
     def __call__(self, experts_TK: Tensor, mix_T: Tensor) -> Tensor:
         """int64 [T, K] slots. `mix_T` is `token_mix` of the tokens."""
-        if self._single:
+        if self.single:
             return self.slots_EC[experts_TK, 0]
         mixed = (mix_T.unsqueeze(1) + experts_TK * 0x9E3779B1) & 0x7FFFFFFF
         mixed = (mixed * 0x85EBCA6B & 0x7FFFFFFF) >> 15

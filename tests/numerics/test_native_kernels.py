@@ -237,6 +237,19 @@ def test_decode_and_chunks_give_the_bits_of_one_prefill(small: Small, form: str)
         assert torch.equal(last, whole[0].logits[2])
 
 
+@pytest.mark.parametrize("form", ["cheaper"])
+def test_every_token_is_counted_in_the_expert_load(small: Small, form: str) -> None:
+    small.set_form(form)
+    engine = small.cluster.engines[0]
+    before = torch.tensor(engine.expert_load())
+    small.cluster.generate([PROMPTS], 2, budget=64)
+    moe = engine.model.config.moe
+    num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS)
+    for layer in torch.tensor(engine.expert_load()) - before:
+        assert moe is not None
+        assert int(layer.sum()) == num_tokens * moe.num_experts_per_tok
+
+
 def test_what_an_earlier_owner_left_in_the_memory_is_never_read(small: Small) -> None:
     (before,) = small.cluster.generate([[PROMPTS[3]]], 3)
     small.cluster.engines[0].arena.bytes.view(torch.bfloat16).fill_(float("nan"))
@@ -244,13 +257,14 @@ def test_what_an_earlier_owner_left_in_the_memory_is_never_read(small: Small) ->
     assert torch.equal(torch.stack(before[0].logits), torch.stack(after[0].logits))
 
 
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"dp": 2}])
 @pytest.mark.parametrize("name", ["grouped heads of 64", "latents and compressed queries"])
-def test_ranks_and_threads_compute_the_same(name: str) -> None:
+def test_ranks_and_threads_compute_the_same(name: str, shape: dict[str, int]) -> None:
     config = CONFIGS[name]
     if isinstance(config.attention, GqaConfig):
         config = msgspec.structs.replace(config, attention=GqaConfig(num_heads=6, num_kv_heads=2, head_dim=16))
         config = msgspec.structs.replace(config, rope=RopeConfig(theta=1e4, dim=16))
-    alone, cut = Small(config), Small(config, tp=2)
+    alone, cut = Small(config), Small(config, **shape)
     expected = alone.cluster.prefill_logits(PROMPTS)
     for a, b in zip(cut.cluster.prefill_logits(PROMPTS), expected, strict=True):
         assert ((a - b).norm(dim=1) / b.norm(dim=1)).median() < 0.02

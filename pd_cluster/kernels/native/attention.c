@@ -6,34 +6,25 @@
 /* 16 rows of 16 pairs each, `stride` apart, become 16 rows of the pairs of one column, `out_stride` apart. */
 INLINE void transpose_pairs(const bf16 *from, int64_t stride, bf16 *to, int64_t out_stride) {
 #ifdef __AVX512F__
-    __m512i r[16], s[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = (__m512i)vload_pairs(from + i * stride);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
+    /* lanes of 128 bits come from memory in place: that leaves a transposition inside lanes, of 4 by 4 */
 #pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
-    }
+    for (int group = 0; group < 4; group++) {
+        __m512i r[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        vstore_pairs(to + i * out_stride, (vu)_mm512_shuffle_i32x4(s[i], s[i + 8], 0x88));
-        vstore_pairs(to + (i + 8) * out_stride, (vu)_mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd));
-        vstore_pairs(to + (i + 4) * out_stride, (vu)_mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88));
-        vstore_pairs(to + (i + 12) * out_stride, (vu)_mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd));
+        for (int i = 0; i < 4; i++) {
+            const bf16 *first = from + i * stride + group * 8;
+            r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)first));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00f0, _mm_loadu_si128((const __m128i *)(first + 4 * stride)));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0f00, _mm_loadu_si128((const __m128i *)(first + 8 * stride)));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xf000, _mm_loadu_si128((const __m128i *)(first + 12 * stride)));
+        }
+        __m512i low = _mm512_unpacklo_epi32(r[0], r[1]), low2 = _mm512_unpacklo_epi32(r[2], r[3]);
+        __m512i high = _mm512_unpackhi_epi32(r[0], r[1]), high2 = _mm512_unpackhi_epi32(r[2], r[3]);
+        bf16 *column = to + group * 4 * out_stride;
+        vstore_pairs(column, (vu)_mm512_unpacklo_epi64(low, low2));
+        vstore_pairs(column + out_stride, (vu)_mm512_unpackhi_epi64(low, low2));
+        vstore_pairs(column + 2 * out_stride, (vu)_mm512_unpacklo_epi64(high, high2));
+        vstore_pairs(column + 3 * out_stride, (vu)_mm512_unpackhi_epi64(high, high2));
     }
 #else
     for (int column = 0; column < 16; column++)
@@ -221,7 +212,7 @@ void attend(const Cache *cache, const Queries *q, const Cache *next) {
             for (int64_t r = begin; r < end; r++)
                 rows[r - begin] = q->q + r / q->num_heads * q->q_token_stride + r % q->num_heads * q->q_head_stride;
             fetch(&ahead);
-            multiply_panel(rows, end - begin, keys, vectors, dim / 2, scores, KEY_BLOCK, 0);
+            multiply_panel(rows, end - begin, keys, vectors, dim / 2, scores, KEY_BLOCK, 0, 0);
             int64_t seen[ROWS];
             float factors[ROWS];
             for (int64_t r = begin; r < end; r++) seen[r - begin] = q->position + r / q->num_heads + 1 - start;
@@ -236,7 +227,7 @@ void attend(const Cache *cache, const Queries *q, const Cache *next) {
                 int64_t width = columns - p < PANEL ? columns - p : PANEL;
                 fetch(&ahead);
                 multiply_panel(rows, end - begin, values + p * pairs * 2, width / LANES, pairs,
-                               sums + begin * columns + p, columns, 1);
+                               sums + begin * columns + p, columns, 1, 0);
             }
         }
     }

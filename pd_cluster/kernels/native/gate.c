@@ -1,16 +1,6 @@
-/* The router of a layer of experts, in float32: `pd_cluster/model/gate.py` says which family does what. */
-#include "scratch.h"
-#include "step.h"
+#include "gate.h"
 
-typedef struct {
-    const float *weight; /* [num_experts, hidden] */
-    const float *bias;   /* [num_experts] or null: chosen by score + bias, weighted by the score */
-    int64_t num_experts, hidden, num_chosen, num_groups, topk_groups;
-    int64_t sigmoid;       /* else softmax */
-    int64_t best_of_group; /* how many of a group's highest scores rank it; 0: there are no groups */
-    int64_t normalise;
-    double factor;
-} Gate;
+#include "scratch.h"
 
 #define TOKENS 4
 
@@ -89,11 +79,8 @@ static void choose(const Gate *gate, float *scores, float *choice, float *ranks,
     for (int64_t k = 0; k < gate->num_chosen; k++) weights[k] *= factor;
 }
 
-/* The experts of every token, the best first, and their weights: [num_tokens, num_chosen] each. */
-void gate_layer(const Gate *gate, const bf16 *x, int64_t num_tokens, int64_t *experts, float *weights,
-                int64_t num_threads) {
+void route(const Gate *gate, const bf16 *x, int64_t num_tokens, int64_t *experts, float *weights) {
     int64_t hidden = gate->hidden, n = gate->num_experts;
-    TEAM(num_threads)
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < num_tokens; first += TOKENS) {
         int64_t tokens = num_tokens - first < TOKENS ? num_tokens - first : TOKENS;
@@ -108,4 +95,9 @@ void gate_layer(const Gate *gate, const bf16 *x, int64_t num_tokens, int64_t *ex
             choose(gate, scores + t * n, choice, ranks, experts + (first + t) * gate->num_chosen,
                    weights + (first + t) * gate->num_chosen);
     }
+}
+
+void gate_layer(const Gate *gate, const bf16 *x, int64_t num_tokens, int64_t *experts, float *weights,
+                int64_t num_threads) {
+    TEAM(num_threads) route(gate, x, num_tokens, experts, weights);
 }

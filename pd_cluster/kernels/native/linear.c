@@ -28,7 +28,7 @@ void pack(bf16 *packed, const bf16 *weight, int64_t n, int64_t k, int64_t gated)
 }
 
 INLINE void panel_kernel(const int num_rows, const int vectors, const bf16 *const *rows, const bf16 *panel,
-                         int64_t pairs, float *sums, int64_t stride, int add) {
+                         int64_t pairs, float *sums, int64_t stride, int add, const char *ahead) {
     vf acc[ROWS][4];
 #pragma GCC unroll 6
     for (int m = 0; m < num_rows; m++)
@@ -41,6 +41,8 @@ INLINE void panel_kernel(const int num_rows, const int vectors, const bf16 *cons
         vu w[4];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) w[v] = vload_pairs(panel + (i * vectors + v) * 2 * LANES);
+        __builtin_prefetch(ahead + i * AHEAD, 0, 2);
+        __builtin_prefetch(ahead + i * AHEAD + 64, 0, 2);
 #pragma GCC unroll 6
         for (int m = 0; m < num_rows; m++) {
             uint32_t pair;
@@ -57,11 +59,13 @@ INLINE void panel_kernel(const int num_rows, const int vectors, const bf16 *cons
 }
 
 #define CASE(R, V) \
-    case (R) * 8 + (V): panel_kernel(R, V, rows, panel, pairs, sums, stride, add); break;
+    case (R) * 8 + (V): panel_kernel(R, V, rows, panel, pairs, sums, stride, add, to_fetch); break;
 #define CASES(R) CASE(R, 1) CASE(R, 2) CASE(R, 3) CASE(R, 4)
 
 void multiply_panel(const bf16 *const *rows, int64_t num_rows, const bf16 *panel, int64_t vectors, int64_t pairs,
-                    float *sums, int64_t stride, int add) {
+                    float *sums, int64_t stride, int add, const bf16 *ahead) {
+    /* fetching what is read anyway costs less than a branch */
+    const char *to_fetch = (const char *)(ahead ? ahead : panel);
     switch (num_rows * 8 + vectors) { CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) }
 }
 
@@ -89,8 +93,9 @@ INLINE void finish(const Linear *w, Panel panel, int64_t first, const float *sum
         vf y = vload(sums + v * LANES);
         if (left >= LANES) {
             if (w->bias) y += vload(w->bias + column);
-            if (ending == STORE_FLOAT) {
-                vstore((float *)out + column, y);
+            if (ending == STORE_FLOAT || ending == ADD_FLOAT) {
+                float *to = (float *)out + column;
+                vstore(to, ending == ADD_FLOAT ? vload(to) + y : y);
             } else {
                 bf16 *to = (bf16 *)out + column;
                 vstore_bf16(to, ending == ADD ? vload_bf16(to) + y : y);
@@ -99,8 +104,9 @@ INLINE void finish(const Linear *w, Panel panel, int64_t first, const float *sum
         }
         for (int64_t i = 0; i < left; i++) {
             float sum = y[i] + (w->bias ? w->bias[column + i] : 0);
-            if (ending == STORE_FLOAT) {
-                ((float *)out)[column + i] = sum;
+            if (ending == STORE_FLOAT || ending == ADD_FLOAT) {
+                float *to = (float *)out + column + i;
+                *to = ending == ADD_FLOAT ? *to + sum : sum;
             } else {
                 bf16 *to = (bf16 *)out + column + i;
                 *to = to_bf16(ending == ADD ? to_float(*to) + sum : sum);
@@ -112,7 +118,7 @@ INLINE void finish(const Linear *w, Panel panel, int64_t first, const float *sum
 void linear_panels(const Linear *w, const bf16 *x, int64_t x_stride, int64_t num_rows, void *out, int64_t out_stride,
                    Ending ending, int64_t first, int64_t last) {
     int64_t num_blocks = (num_rows + ROWS - 1) / ROWS;
-    int64_t out_bytes = out_stride * (ending == STORE_FLOAT ? 4 : 2);
+    int64_t out_bytes = out_stride * (ending == STORE_FLOAT || ending == ADD_FLOAT ? 4 : 2);
     for (int64_t p = first; p < last; p++) {
         Panel panel = panel_of(w, p);
         for (int64_t b = 0; b < num_blocks; b++) {
@@ -120,7 +126,10 @@ void linear_panels(const Linear *w, const bf16 *x, int64_t x_stride, int64_t num
             const bf16 *rows[ROWS];
             float sums[ROWS * PANEL] __attribute__((aligned(64)));
             for (int64_t m = begin; m < end; m++) rows[m - begin] = x + m * x_stride;
-            multiply_panel(rows, end - begin, panel.weights, panel.vectors, w->k / 2, sums, PANEL, 0);
+            /* the first block of rows reads the panel from memory, the others from the cache: they fetch the next */
+            int64_t fetched = (b - 1) * w->k / 2 * AHEAD, left = p + 1 < num_panels(w) ? PANEL * 2 * w->k - fetched : 0;
+            const bf16 *ahead = b > 0 && left > 0 ? panel.weights + PANEL * w->k + fetched / 2 : 0;
+            multiply_panel(rows, end - begin, panel.weights, panel.vectors, w->k / 2, sums, PANEL, 0, ahead);
             for (int64_t m = begin; m < end; m++)
                 finish(w, panel, p * PANEL, sums + (m - begin) * PANEL, (char *)out + m * out_bytes, ending);
         }
@@ -134,7 +143,7 @@ void linear(const Linear *w, const bf16 *x, int64_t x_stride, int64_t num_rows, 
     int64_t chunk = CHUNK_BYTES / (2 * w->k) / ROWS * ROWS;
     if (chunk < ROWS) chunk = ROWS;
     int64_t num_chunks = (num_rows + chunk - 1) / chunk, panels = num_panels(w);
-    int64_t out_bytes = out_stride * (ending == STORE_FLOAT ? 4 : 2);
+    int64_t out_bytes = out_stride * (ending == STORE_FLOAT || ending == ADD_FLOAT ? 4 : 2);
 #pragma omp for collapse(2) schedule(static)
     for (int64_t c = 0; c < num_chunks; c++)
         for (int64_t p = 0; p < panels; p++) {

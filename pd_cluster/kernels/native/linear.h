@@ -15,7 +15,7 @@ typedef struct {
     int64_t n, k, gated;
 } Linear;
 
-typedef enum { STORE, STORE_FLOAT, ADD } Ending;
+typedef enum { STORE, STORE_FLOAT, ADD, ADD_FLOAT } Ending;
 
 int64_t packed_size(int64_t n, int64_t k, int64_t gated);
 void pack(bf16 *packed, const bf16 *weight, int64_t n, int64_t k, int64_t gated);
@@ -35,11 +35,15 @@ INLINE Panel panel_of(const Linear *w, int64_t index) {
     return (Panel){w->packed + index * PANEL * w->k, (left < PANEL ? left : PANEL) / LANES};
 }
 
+/* Bytes of what comes next that one pass over a panel fetches, for each of its pairs. */
+#define AHEAD 128
+
 /* sums[m][64] = or += rows[m] . panel over `pairs` pairs of inputs, for 1 to 6 rows. A row's sum runs through its
- * inputs in order, whatever the other rows: its bits depend on nothing else.
+ * inputs in order, whatever the other rows: its bits depend on nothing else. AHEAD * `pairs` bytes from `ahead` on are
+ * fetched meanwhile, unless it is null.
  */
 void multiply_panel(const bf16 *const *rows, int64_t num_rows, const bf16 *panel, int64_t vectors, int64_t pairs,
-                    float *sums, int64_t sums_stride, int add);
+                    float *sums, int64_t sums_stride, int add, const bf16 *ahead);
 
 /* out[m] (stride in elements) = x[m] W^T + b for m in [0, num_rows), or out[m] + that. The team shares the panels. */
 void linear(const Linear *w, const bf16 *x, int64_t x_stride, int64_t num_rows, void *out, int64_t out_stride,

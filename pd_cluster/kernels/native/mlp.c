@@ -1,11 +1,6 @@
-/* The gated feed-forward layer. */
-#include "scratch.h"
-#include "step.h"
+#include "mlp.h"
 
-typedef struct {
-    Norm norm; /* weight null: the input is normalised already */
-    Linear gate_up, down;
-} MlpLayer;
+#include "scratch.h"
 
 /* x += mlp(norm(x)), or `out` = mlp(norm(x)): [num_tokens, hidden]; the norm may be left out. */
 void mlp_layer(const MlpLayer *layer, int64_t num_tokens, bf16 *x, bf16 *out, int64_t num_threads) {

@@ -16,6 +16,8 @@ typedef enum {
     VALUES,
     ROWS_SUM,
     EXPANDED,
+    ROUTED,
+    PAIRS,
     NUM_PURPOSES
 } Purpose;
 

@@ -37,6 +37,9 @@ typedef struct {
 void normalise(const Norm *norm, const bf16 *x, int64_t x_stride, bf16 *out, int64_t out_stride, int64_t num_rows,
                int64_t n);
 
+/* out = or += float32 sums, both [num_rows, n], by the team. */
+void store_sums(const float *sums, int64_t n, int64_t num_rows, bf16 *out, Ending ending);
+
 /* A piece of attention for one thread: tokens [first, last) of a segment, heads of one group. */
 typedef struct {
     int64_t segment, group, first, last;
