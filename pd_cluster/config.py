@@ -63,6 +63,7 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_queue: int = 1024
     request_timeout_s: float = 600.0
     max_retries: int = 3
+    outage_patience_s: float = 60.0  # how long a request that lost its worker waits for another to come back
     api_key: str | None = None  # what clients must show
     api_key_file: str | None = None  # or a file that holds it
     admin_key: str | None = None  # what drain and scale ask for; without one they must come from this machine

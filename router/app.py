@@ -58,7 +58,11 @@ class Router:
         self.id = RouterId(f"router-{secrets.token_hex(4)}")
         self.metrics = RouterMetrics()
         self.directory = Directory(hardware, model_work(model.config))
-        limits = Limits(max_retries=config.router.max_retries, transfer_deadline_s=config.kv.transfer_deadline_s)
+        limits = Limits(
+            max_retries=config.router.max_retries,
+            transfer_deadline_s=config.kv.transfer_deadline_s,
+            outage_patience_s=config.router.outage_patience_s,
+        )
         self.pipeline = Pipeline(
             self.directory,
             limits=limits,

@@ -11,12 +11,14 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 MEASURED: list[str] = []
+RAYLET = ("\033[33m(raylet)", "    [", "\t(")  # what Ray prints about processes that were killed
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep what passing tests print: it is what they measured."""
     if report.when == "call" and report.passed:
-        MEASURED.extend(f"{report.nodeid.rsplit('/', 1)[-1]}: {line}" for line in report.capstdout.splitlines() if line)
+        lines = [line for line in report.capstdout.splitlines() if line and not line.startswith(RAYLET)]
+        MEASURED.extend(f"{report.nodeid.rsplit('/', 1)[-1]}: {line}" for line in lines)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -30,7 +30,7 @@ from pd_cluster.ids import Rank
 from pd_cluster.launch.child import read_spec
 from pd_cluster.launch.meeting import Rendezvous, StoreRendezvous
 from pd_cluster.launch.parts import BackendFactory, Part, follower_part, lead_part, nixl_backend
-from pd_cluster.launch.spec import RankReport, RankSpec
+from pd_cluster.launch.spec import LEASE_S, RankReport, RankSpec
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.rpc.addresses import join_address
@@ -233,8 +233,13 @@ class RankServer:
     async def _watch_lease(self) -> None:
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
-            if not await asyncio.to_thread(self._rendezvous.lease_held):
-                raise EngineError("the supervisor gave no sign for a lease: this rank ends")
+            try:
+                async with asyncio.timeout(LEASE_S):  # a partitioned store does not answer at all
+                    held = await asyncio.to_thread(self._rendezvous.lease_held)
+            except TimeoutError:
+                held = False
+            if not held:
+                raise EngineError("the supervisor has given this rank up, or gave no sign for a lease: it ends")
 
 
 async def serve_rank(spec: RankSpec, stopping: asyncio.Event) -> None:

@@ -40,6 +40,9 @@ REPLACE_TIMEOUT_S = 1.0
 
 ACTOR_TIMEOUT_S = 60.0
 NODE_TIMEOUT_S = 10.0
+MARGIN_S = 5.0
+"""What a rank that has lost its lease may take to notice and to end."""
+
 KILL_S = 0.5
 """How long a process may live on after its actor's end; a stopped one hears only the kernel."""
 
@@ -120,7 +123,7 @@ class NodeClient:
             lives = bool(ray.get(self._actor.lives.remote(process), timeout=NODE_TIMEOUT_S))
         except RayError:
             self._lost_s = self._lost_s or time.monotonic()
-            return time.monotonic() - self._lost_s < LEASE_S
+            return time.monotonic() - self._lost_s < LEASE_S + MARGIN_S
         self._lost_s = None
         return lives
 

@@ -104,5 +104,10 @@ def report_key(epoch: EngineEpoch, rank: Rank) -> str:
     return f"{epoch}/report/{rank}"
 
 
+def revoked_key(epoch: EngineEpoch) -> str:
+    """Exists once the supervisor has given up a life: whoever of it still runs ends itself."""
+    return f"{epoch}/revoked"
+
+
 def progress_key(epoch: EngineEpoch, rank: Rank) -> str:
     return f"{epoch}/progress/{rank}"

@@ -23,6 +23,7 @@ from pd_cluster.launch.spec import (
     encode_message,
     progress_key,
     report_key,
+    revoked_key,
 )
 
 TIMEOUT_S = 30.0
@@ -79,6 +80,10 @@ class StoreServer:
         self._beats += 1
         self.store.set(LEASE_KEY, str(self._beats))
 
+    def revoke(self, epoch: EngineEpoch) -> None:
+        """End the lease of one life, for ranks that nobody else may reach."""
+        write(self.store, revoked_key(epoch), b"")
+
     def report(self, epoch: EngineEpoch, rank: Rank) -> RankReport | None:
         data = read(self.store, report_key(epoch, rank))
         return None if data is None else decode_report(data)
@@ -109,8 +114,12 @@ class RankStore:
         write(self._store, progress_key(self._epoch, self._rank), encode_message(RankProgress(stage, done, total)))
 
     def lease_held(self, now_s: float) -> bool:
-        """Whether the supervisor gave a sign within LEASE_S. Call it every second or so; False means: end yourself."""
+        """Whether the supervisor gave a sign within LEASE_S and has not given this life up. Call it every second or so;
+        False means: end yourself.
+        """
         try:
+            if self._store.check([revoked_key(self._epoch)]):
+                return False
             lease = read(self._store, LEASE_KEY)
         except DistError:
             return False

@@ -19,7 +19,7 @@ from msgspec import Struct
 from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.config import ClusterConfig
 from pd_cluster.errors import PdClusterError
-from pd_cluster.ids import EngineId, Rank, WorkerId, new_epoch, worker_id
+from pd_cluster.ids import EngineEpoch, EngineId, Rank, WorkerId, new_epoch, worker_id
 from pd_cluster.launch.launcher import Launcher, RankHandle
 from pd_cluster.launch.lifecycle import (
     Action,
@@ -320,11 +320,17 @@ class Supervisor:
             case Terminate():
                 await self._on_thread(engine.terminate)
             case Kill():
-                await self._on_thread(engine.kill)
+                await self._on_thread(functools.partial(self._kill, engine, action.epoch))
             case EngineUp() | EngineLost() | EngineDead() | EngineFailed():
                 _log(action)
                 if self._on_event is not None:
                     await self._on_event(action)
+
+    def _kill(self, engine: Engine, epoch: EngineEpoch) -> None:
+        """Ranks out of the launcher's reach end by themselves: the store tells them, or their lease is over."""
+        if self._store is not None:
+            self._store.revoke(epoch)
+        engine.kill()
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -180,3 +180,15 @@ def test_a_lease_that_stands_still_or_a_store_that_is_gone_ends_a_rank() -> None
     assert store.lease_held(now_s=141.0)
     server.close()
     assert not store.lease_held(now_s=142.0)
+
+
+def test_a_life_that_is_given_up_holds_no_lease_and_its_successor_does() -> None:
+    server = StoreServer()
+    given_up, successor = (RankStore(server.host, server.port, EngineEpoch(name), Rank(0)) for name in ("e1", "e2"))
+    server.beat()
+    assert given_up.lease_held(now_s=100.0)
+    server.revoke(EngineEpoch("e1"))
+    server.beat()
+    assert not given_up.lease_held(now_s=101.0)
+    assert successor.lease_held(now_s=101.0)
+    server.close()

@@ -1,8 +1,9 @@
-"""A Ray cluster of two nodes: groups are packed or spread, and a lost node takes only its ranks."""
+"""A Ray cluster of several nodes: groups are packed or spread, a lost node takes only its ranks, a new one is used."""
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import PlacementGroup
 from test_ray_launcher import serve, specs, until
 
 from pd_cluster import env
@@ -19,6 +20,7 @@ def test_a_decode_group_spreads_over_nodes_and_a_lost_node_takes_only_its_ranks(
     for name, value in env.RAY_VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("pd_cluster.launch.ray.LEASE_S", 1.0)
+    monkeypatch.setattr("pd_cluster.launch.ray.MARGIN_S", 0.0)
     health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
     head = {"num_cpus": 3, "include_dashboard": False, "_system_config": health}
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -35,12 +37,19 @@ def test_a_decode_group_spreads_over_nodes_and_a_lost_node_takes_only_its_ranks(
         for handle in on_other:
             assert handle.wait(60) is not None
         assert all(handle.poll() is None for handle in handles if handle not in on_other)
-        monkeypatch.setattr("pd_cluster.launch.ray.PLACE_TIMEOUT_S", 0.5)
         monkeypatch.setattr(launcher, "_cpu_share", lambda _: 1.0)
-        with pytest.raises(Unavailable, match="found no place for 9 ranks"):
-            launcher.start(specs("decode", 9, epoch="g"))
+        with pytest.raises(Unavailable, match="found no place for 3 ranks"):
+            launcher.start(specs("decode", 3, epoch="g"))
+        cluster.add_node(num_cpus=6)  # what was asked for stays in line, and a cluster that grows has it
+        until(lambda: all(ray.util.placement_group_table(group)["state"] == "CREATED" for group in waiting(launcher)))
+        handles += launcher.start(specs("decode", 3, epoch="h"))
+        assert not waiting(launcher)
         launcher.close()
         assert all(handle.poll() is not None for handle in handles)
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def waiting(launcher: RayLauncher) -> list[PlacementGroup]:
+    return list(launcher._waiting.values())
