@@ -34,7 +34,7 @@ def cluster_status(
         model=model,
         uptime_s=uptime_s,
         ready=pipeline.ready,
-        workers=[worker_status(worker) for worker in pipeline.directory.workers],
+        workers=[worker_status(worker) for worker in sorted(pipeline.directory.workers, key=_place)],
         phases=pb.PhaseCounts(
             queued=phases[Phase.QUEUED],
             prefilling=phases[Phase.PREFILLING],
@@ -44,6 +44,11 @@ def cluster_status(
         totals=_totals(pipeline.metrics),
         requests=[_request(flight, now_s) for flight in flights[:max_requests]],
     )
+
+
+def _place(worker: Worker) -> tuple[bool, str, int]:
+    """Prefill first, then by name, whatever the order in which workers attached."""
+    return not worker.info.can_prefill, worker.info.engine_id, worker.info.dp_rank
 
 
 def worker_status(worker: Worker) -> pb.WorkerStatus:
