@@ -11,13 +11,14 @@ from typing import Any, Self
 
 from harness import Output, request
 
+from pd_cluster import messages as m
 from pd_cluster.config import ClusterConfig, load_config
-from pd_cluster.ids import EngineId, Rank, RequestId, WorkerId
+from pd_cluster.ids import BlockId, EngineId, Rank, RequestId, WorkerId
 from pd_cluster.launch.cluster import Cluster
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent
 from pd_cluster.messages import WorkerLoad
 from pd_cluster.request import Phase, Request
-from router.attempt import Attempt, Timings
+from router.attempt import Attempt, Link, Timings
 from router.pipeline import Pipeline
 
 STRANDED = (
@@ -70,11 +71,36 @@ class LivingCluster:
     def __init__(self, config: ClusterConfig) -> None:
         self.cluster = Cluster(config, on_event=self._on_event)
         self.events: list[EngineEvent] = []
+        self.grants: list[list[BlockId]] = []
+        self._held: set[str] = set()
         self._num_requests = 0
 
     async def __aenter__(self) -> Self:
         await self.cluster.__aenter__()
+        self._push, self.pipeline.push = self.pipeline.push, self._on_push  # type: ignore[method-assign]
         return self
+
+    def _on_push(self, link: Link, granted: m.Granted, deadline_s: float) -> None:
+        self.grants.append(granted.block_ids)
+        if granted.request_id in self._held:
+            self.signal(signal.SIGSTOP, link.target.worker_id.partition("/")[0])
+        self._push(link, granted, deadline_s)
+
+    async def in_mid_transfer(self, request_id: str) -> Attempt:
+        """Call it right after the request was made. Its decode rank stands still before the source has written
+        anything, and all of the prompt's KV is on its way when this returns; `resume` lets the rank go on.
+        """
+        self._held.add(request_id)
+        await self.in_phase(request_id, Phase.TRANSFERRING)
+        self._held.discard(request_id)
+        await asyncio.sleep(0.2)  # for the last writes to be posted
+        attempt = self.pipeline._flights[RequestId(request_id)].attempt
+        assert attempt is not None
+        return attempt
+
+    def resume(self, attempt: Attempt) -> None:
+        assert attempt.decode is not None
+        self.signal(signal.SIGCONT, attempt.decode.worker_id.partition("/")[0])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -140,15 +166,6 @@ class LivingCluster:
         while (now := self.phase(request_id)) is not phase:
             assert now is not None, f"{request_id} ended before it was {phase}"
             assert time.monotonic() < deadline_s, f"{request_id} is {now}, wanted {phase}"
-            await asyncio.sleep(0)
-
-    async def granted(self, request_id: str) -> Attempt:
-        """Wait until a decode worker keeps blocks for the request and its source was told to write."""
-        await asyncio.sleep(0)  # a task made just now has not begun
-        while True:
-            flight = self.pipeline._flights[RequestId(request_id)]
-            if flight.attempt is not None and flight.attempt.granted_s is not None:
-                return flight.attempt
             await asyncio.sleep(0)
 
     def decode_engine(self, request_id: str) -> str:

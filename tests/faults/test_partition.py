@@ -50,6 +50,8 @@ async def cluster(net: Namespaces, tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp,self")
         patch.setenv("UCX_NET_DEVICES", "data")
+        for buffer in ("UCX_TCP_SNDBUF", "UCX_TCP_RCVBUF"):
+            patch.setenv(buffer, "256k")  # so that a transfer in its middle is not all in the kernel's hands
         patch.setattr("pd_cluster.launch.cluster.create_launcher", lambda _: NamespaceLauncher(net))
         async with LivingCluster(config) as cluster:
             yield cluster
@@ -59,9 +61,10 @@ async def test_a_cut_between_prefill_and_decode_alone(cluster: LivingCluster, ne
     """The router reaches both, so that only deadlines can tell."""
     expected = await cluster.greedy(PROMPT, max_tokens=8)
     running = asyncio.create_task(cluster.greedy(PROMPT, request_id="cut", max_tokens=8))
-    await cluster.granted("cut")
+    attempt = await cluster.in_mid_transfer("cut")
     net.cut_data()
     cut_s = time.monotonic()
+    cluster.resume(attempt)
     with pytest.raises((TransferFailed, DeadlineExceeded)) as caught:
         await running
     outcome_s = time.monotonic() - cut_s
@@ -94,9 +97,10 @@ async def test_a_decode_rank_cut_off_from_everybody(cluster: LivingCluster, net:
     impatient = request(PROMPT[:60], "impatient", max_tokens=1000)
     ending = asyncio.create_task(generate(cluster.pipeline, impatient, timeout_s=5.0))
     moving = asyncio.create_task(cluster.greedy(PROMPT, request_id="moving", max_tokens=8))
-    await cluster.granted("moving")
+    attempt = await cluster.in_mid_transfer("moving")
     net.isolate_decode()
     cut_s = time.monotonic()
+    cluster.resume(attempt)
     with pytest.raises(DeadlineExceeded):
         await ending
     assert time.monotonic() - cut_s < 5.5
