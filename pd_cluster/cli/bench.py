@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from pd_cluster.cli import edge, options
+from pd_cluster.errors import ConfigError
 
 app = typer.Typer(name="bench", help="Measure this machine and this code.", no_args_is_help=True)
 
@@ -120,6 +121,23 @@ def roofline(
 
     torch.set_num_threads(threads)
     _print(run(batch=batch, context=context, rounds=rounds), json)
+
+
+@app.command()
+@edge.guard
+def servers(
+    urls: Annotated[list[str], typer.Argument(help="HTTP servers of one model; the first is compared to the others.")],
+    model: Annotated[list[str], typer.Option(help="The model's name at each, in their order, or at all.")],
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are shown.", min=1)] = 5,
+    json: options.AsJson = False,
+) -> None:
+    """Decode and prefill speeds of running servers, side by side."""
+    from pd_cluster.bench.servers import Server, run
+
+    names = model * len(urls) if len(model) == 1 else model
+    if len(names) != len(urls):
+        raise ConfigError(f"{len(urls)} servers need one --model or {len(urls)}, got {len(names)}")
+    _print(run([Server(url, name) for url, name in zip(urls, names, strict=True)], rounds=rounds), json)
 
 
 def _print(result: dict[str, Any], json: bool) -> None:
