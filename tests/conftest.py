@@ -14,11 +14,6 @@ MEASURED: list[str] = []
 RAYLET = ("\033[33m(raylet)", "    [", "\t(")  # what Ray prints about processes that were killed
 
 
-def _measures(line: str) -> bool:
-    """Ray prints what its daemons log: coloured or indented."""
-    return bool(line) and line[0] not in " \t\x1b"
-
-
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Keep what passing tests print: it is what they measured."""
     if report.when == "call" and report.passed:
