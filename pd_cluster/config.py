@@ -194,5 +194,9 @@ def _validate(config: ClusterConfig) -> None:
         block_size = section.block_size or config.kv.block_size
         if block_size < 16 or block_size % 16:
             raise ConfigError(f"{name}: block_size must be a multiple of 16, got {block_size}")
+    for key in ("http_port", "grpc_port"):
+        port = getattr(config.router, key)
+        if port is not None and not 0 <= port <= 65535:
+            raise ConfigError(f"router.{key} must be between 0 (a free one) and 65535, got {port}")
     if not 0 < config.kv.memory_fraction < 1:
         raise ConfigError(f"kv.memory_fraction must be between 0 and 1, got {config.kv.memory_fraction}")

@@ -42,7 +42,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
         def check(name: str, value: float, low: float, high: float) -> None:
             if not (math.isfinite(value) and low <= value <= high):
-                raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {value}", param=name)
+                bounds = f"{low:.10g} and {high:.10g}"
+                raise InvalidRequest(f"{name} must be between {bounds}, got {value}", param=name.split(maxsplit=1)[0])
 
         check("temperature", self.temperature, 0.0, 100.0)
         check("top_p", self.top_p, 0.0, 1.0)

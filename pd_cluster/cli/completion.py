@@ -7,7 +7,7 @@ from msgspec import Struct, field
 
 from pd_cluster.engine.plan import TokenLogprobs
 from pd_cluster.errors import ErrorInfo, PdClusterError
-from pd_cluster.model.tokenizer import Tokenizer
+from pd_cluster.model.tokenizer import Detokenizer, Tokenizer
 from pd_cluster.request import FinishReason, Request
 from router.attempt import Timings
 from router.pipeline import Pipeline
@@ -24,7 +24,11 @@ class Completion(Struct, kw_only=True):
     error: ErrorInfo | None = None
 
     def text(self, tokenizer: Tokenizer | None) -> str | None:
-        return None if tokenizer is None else tokenizer.decode(self.token_ids)
+        """What follows the prompt: a leading space that belongs to it stays, as in a stream."""
+        if tokenizer is None:
+            return None
+        stream = Detokenizer(tokenizer)
+        return stream.push(self.token_ids) + stream.flush()
 
     def as_json(self, index: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """The line that `generate --json` prints."""

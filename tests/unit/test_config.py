@@ -75,3 +75,9 @@ def test_the_printed_configuration_loads_as_itself(tmp_path: Path) -> None:
         overrides=["router.api_key='a \"quoted\" \\ key'", "kv.num_blocks=7", "colocated=true", "kv.lease_s=2.5"]
     )
     assert load_config(write(tmp_path, to_toml(config))) == config
+
+
+@pytest.mark.parametrize("key", ["router.http_port", "router.grpc_port"])
+def test_a_port_that_cannot_be_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be between 0"):
+        load_config(values={key: 99999})
