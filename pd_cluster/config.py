@@ -41,6 +41,8 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     redundant_experts: int = 0
+    dispatcher: Literal["auto", "collective", "nixl"] = "auto"  # between DP ranks that share experts
+    expert_slots_per_rank: int | None = None  # in each layer; empty ones let experts move. Defaults to what is needed
     block_size: int | None = None
     num_blocks: int | None = None
     threads: int = 1  # torch threads of each rank

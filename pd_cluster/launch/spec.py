@@ -29,6 +29,7 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     role: Role
     engine_id: EngineId
     epoch: EngineEpoch
+    life: EngineEpoch | None = None  # of its DP rank, where these live and die one by one
     rank: Rank
     data_parallel: int
     tensor_parallel: int
@@ -45,6 +46,11 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         return self.data_parallel * self.tensor_parallel
+
+    @property
+    def worker_epoch(self) -> EngineEpoch:
+        """What routers and prefill workers know this worker's life by."""
+        return self.epoch if self.life is None else self.life
 
     @property
     def dp_rank(self) -> int:
