@@ -129,6 +129,20 @@ def weights(
     return [[p / sum(part) for p in part] if sum(part) > 0 else same for part, same in zip(parts, even, strict=True)]
 
 
+def rank_loads(
+    placement: Placement, layer: int, load_E: Sequence[float], weights_EC: list[list[float]] | None = None
+) -> list[float]:
+    """[R] what each rank gets of `load_E` when copies take the shares of `weights_EC`, default the best there are."""
+    ranks_E = ranks_of_copies(placement, layer)
+    if weights_EC is None:
+        return pour(load_E, ranks_E, [1.0] * placement.num_ranks).loads_R
+    loads_R = [0.0] * placement.num_ranks
+    for load, ranks, shares in zip(load_E, ranks_E, weights_EC, strict=True):
+        for rank, part in zip(ranks, shares, strict=True):
+            loads_R[rank] += load * part
+    return loads_R
+
+
 def thresholds(weights_E: list[list[float]]) -> Ints:
     """[E, C] cumulative weights on the scale of the hash; the last copy of an expert, and padding, are at the top."""
     most = max(len(w) for w in weights_E)
