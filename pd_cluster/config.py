@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
+from pd_cluster.cpus import CpuSets, parse_sets
 from pd_cluster.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -46,6 +47,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     block_size: int | None = None
     num_blocks: int | None = None
     threads: int = 1  # torch threads of each rank
+    cpus: CpuSets | None = None  # where its ranks run: "0-3", or a list with one such set for each rank in turn
 
 
 class TlsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,6 +195,11 @@ def _validate(config: ClusterConfig) -> None:
         ):
             if getattr(section, key) < 1:
                 raise ConfigError(f"{name}.{key} must be at least 1, got {getattr(section, key)}")
+        if section.cpus is not None:
+            try:
+                parse_sets(section.cpus)
+            except ConfigError as error:
+                raise ConfigError(f"{name}.cpus: {error.message}") from error
         block_size = section.block_size or config.kv.block_size
         if block_size < 16 or block_size % 16:
             raise ConfigError(f"{name}: block_size must be a multiple of 16, got {block_size}")

@@ -22,6 +22,7 @@ import msgspec
 
 from pd_cluster import log as logs
 from pd_cluster.clock import SystemClock
+from pd_cluster.cpus import bind
 from pd_cluster.engine.loop import EngineThread, follow
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.engine.torch_engine import TorchEngine, build_engine
@@ -272,6 +273,8 @@ async def _unless(stopped: "asyncio.Future[Any]", work: Coroutine[Any, Any, None
 
 def run_rank(spec: RankSpec, stop: threading.Event) -> None:
     """Serve on a new event loop until `stop` is set; blocks. Raises PdClusterError."""
+    if spec.cpus is not None:
+        bind(spec.cpus)
     import torch
     import uvloop
 

@@ -3,7 +3,8 @@
     supervisor --RankSpec--> launcher --> rank process
     supervisor <--RankProgress, RankReport-- store <-- rank process
 
-Keys of one life of an engine begin with its epoch, so that a new life never reads what an old one wrote.
+Keys of one life of an engine begin with its epoch, so that a new life never reads what an old one wrote. Where DP ranks
+live and die one by one, what one rank says begins with the life of its DP rank, and what all share with the epoch.
 """
 
 from typing import Literal
@@ -12,8 +13,10 @@ import msgspec
 from msgspec import Struct
 
 from pd_cluster.config import ClusterConfig, EngineSection
+from pd_cluster.cpus import parse_sets
 from pd_cluster.errors import ErrorInfo
 from pd_cluster.ids import EngineEpoch, EngineId, Rank, WorkerId, worker_id
+from pd_cluster.parallel.roster import Roster
 
 Role = Literal["prefill", "decode", "colocated"]
 
@@ -39,6 +42,7 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     bind_host: str = "127.0.0.1"  # where the rank listens, and what its peers dial
     control_host: str | None = None  # where a lead listens for routers; default: bind_host
     control_port: int = 0
+    joins: bool = False  # a group that computes already: it loads no experts, and is given some once it is a member
     backend: Literal["nixl"] = "nixl"
     threads: int = 1
     ranks_on_host: int = 1  # they share the memory and cores of their host
@@ -51,6 +55,11 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     def worker_epoch(self) -> EngineEpoch:
         """What routers and prefill workers know this worker's life by."""
         return self.epoch if self.life is None else self.life
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether its engine goes on without DP ranks that die, and takes new ones in."""
+        return self.life is not None
 
     @property
     def dp_rank(self) -> int:
@@ -72,6 +81,15 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     @property
     def section(self) -> EngineSection:
         return self.config.prefill if self.role == "prefill" else self.config.decode
+
+    @property
+    def cpus(self) -> frozenset[int] | None:
+        """Where this rank runs; None: wherever it is put."""
+        if self.section.cpus is None:
+            return None
+        sets = parse_sets(self.section.cpus)
+        instance = int(self.engine_id.rpartition("-")[2])
+        return sets[(instance * self.num_ranks + self.rank) % len(sets)]
 
     @property
     def name(self) -> str:
@@ -99,11 +117,32 @@ class RankProgress(Struct, frozen=True, array_like=True):
     total: int
 
 
+class Beat(Struct, frozen=True, array_like=True):
+    """A rank of an elastic engine lives: `count` has grown since the last one. `suspects`: ranks whose rows it has been
+    waiting for longer than it should.
+    """
+
+    count: int
+    suspects: list[Rank] = []
+
+
+class Release(Struct, frozen=True, array_like=True):
+    """What a group says of those that a roster told to leave: nothing of them is needed any more, or why it cannot do
+    without them.
+    """
+
+    generation: int
+    refused: str | None = None
+
+
 encode_spec = msgspec.json.Encoder().encode
 decode_spec = msgspec.json.Decoder(RankSpec).decode
 encode_message = msgspec.msgpack.Encoder().encode
 decode_report = msgspec.msgpack.Decoder(RankReport).decode
 decode_progress = msgspec.msgpack.Decoder(RankProgress).decode
+decode_roster = msgspec.msgpack.Decoder(Roster).decode
+decode_beat = msgspec.msgpack.Decoder(Beat).decode
+decode_release = msgspec.msgpack.Decoder(Release).decode
 
 
 def report_key(epoch: EngineEpoch, rank: Rank) -> str:
@@ -117,3 +156,20 @@ def revoked_key(epoch: EngineEpoch) -> str:
 
 def progress_key(epoch: EngineEpoch, rank: Rank) -> str:
     return f"{epoch}/progress/{rank}"
+
+
+def beat_key(life: EngineEpoch, rank: Rank) -> str:
+    return f"{life}/beat/{rank}"
+
+
+def roster_key(epoch: EngineEpoch, generation: int) -> str:
+    return f"{epoch}/roster/{generation}"
+
+
+def release_key(epoch: EngineEpoch, generation: int) -> str:
+    return f"{epoch}/released/{generation}"
+
+
+def end_key(epoch: EngineEpoch) -> str:
+    """Written by a rank that knows why its whole engine cannot go on; the first reason stays."""
+    return f"{epoch}/end"

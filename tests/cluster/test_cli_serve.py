@@ -15,7 +15,9 @@ from pd_cluster.model.source import DEMO, open_model
 
 pytestmark = pytest.mark.processes
 
+CPU = min(os.sched_getaffinity(0))
 ARGS = ["--port", "0", "--decode-dp", "2", "--dtype", "float32", "--set", "kv.max_bytes=16777216"]
+ARGS += ["--set", f"prefill.cpus={CPU}"]
 
 
 def url(command: Command) -> str:
@@ -65,6 +67,12 @@ def test_probes_and_metrics_answer(server: tuple[Command, str]) -> None:
             assert answer.status == 200
     with urllib.request.urlopen(base + "/metrics", timeout=10) as answer:
         assert b"pd_cluster_time_to_first_token_seconds" in answer.read()
+
+
+def test_a_pool_runs_on_the_cpus_it_was_given(server: tuple[Command, str]) -> None:
+    command, _ = server
+    where = [os.sched_getaffinity(pid) for pid in command.ranks()]
+    assert where.count({CPU}) == (3 if len(os.sched_getaffinity(0)) == 1 else 1)
 
 
 def test_a_rank_killed_in_mid_stream_is_replaced_and_the_client_sees_no_seam(server: tuple[Command, str]) -> None:
