@@ -16,15 +16,25 @@ from pd_cluster.ids import EngineEpoch, Rank
 from pd_cluster.launch.spec import (
     LEASE_KEY,
     LEASE_S,
+    Beat,
     RankProgress,
     RankReport,
+    Release,
+    beat_key,
+    decode_beat,
     decode_progress,
+    decode_release,
     decode_report,
+    decode_roster,
     encode_message,
+    end_key,
     progress_key,
+    release_key,
     report_key,
     revoked_key,
+    roster_key,
 )
+from pd_cluster.parallel.roster import Roster
 
 TIMEOUT_S = 30.0
 
@@ -92,33 +102,83 @@ class StoreServer:
         data = read(self.store, progress_key(epoch, rank))
         return None if data is None else decode_progress(data)
 
+    # ---- of elastic engines; `life` is one of a DP rank, `epoch` their engine's
+
+    def issue(self, epoch: EngineEpoch, roster: Roster) -> None:
+        """Let a generation begin. Generations ascend from 0 without a gap."""
+        write(self.store, roster_key(epoch, roster.generation), encode_message(roster))
+
+    def beat_of(self, life: EngineEpoch, rank: Rank) -> Beat | None:
+        data = read(self.store, beat_key(life, rank))
+        return None if data is None else decode_beat(data)
+
+    def release(self, epoch: EngineEpoch, generation: int) -> Release | None:
+        """What the group said of those that left with that roster."""
+        data = read(self.store, release_key(epoch, generation))
+        return None if data is None else decode_release(data)
+
+    def end(self, epoch: EngineEpoch) -> str | None:
+        """Why the engine as a whole cannot go on, when one of its ranks said so."""
+        data = read(self.store, end_key(epoch))
+        return None if data is None else data.decode()
+
     def close(self) -> None:
         """Stop serving: ranks that still live lose their lease."""
         self._store = None
 
 
 class RankStore:
-    """A rank's side: a connection of its own for reports and the lease."""
+    """A rank's side: a connection of its own for reports and the lease. `life` is its DP rank's, where these live and
+    die one by one.
+    """
 
-    def __init__(self, host: str, port: int, epoch: EngineEpoch, rank: Rank) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        epoch: EngineEpoch,
+        rank: Rank,
+        life: EngineEpoch | None = None,
+        wait_s: float = TIMEOUT_S,
+    ) -> None:
+        """`wait_s` bounds every wait for a key. Raises Unavailable."""
         self._store = connect(host, port)
+        self._store.set_timeout(timedelta(seconds=wait_s))
         self._epoch = epoch
+        self._life = life or epoch
         self._rank = rank
         self._lease: bytes | None = None
         self._lease_seen_s: float | None = None
 
     def report(self, report: RankReport) -> None:
-        write(self._store, report_key(self._epoch, self._rank), encode_message(report))
+        write(self._store, report_key(self._life, self._rank), encode_message(report))
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        write(self._store, progress_key(self._epoch, self._rank), encode_message(RankProgress(stage, done, total)))
+        write(self._store, progress_key(self._life, self._rank), encode_message(RankProgress(stage, done, total)))
+
+    def beat(self, beat: Beat) -> None:
+        """Raises Unavailable when the store is gone."""
+        try:
+            write(self._store, beat_key(self._life, self._rank), encode_message(beat))
+        except DistError as error:
+            raise Unavailable(f"the store is gone: {error}") from error
+
+    def release(self, release: Release) -> None:
+        write(self._store, release_key(self._epoch, release.generation), encode_message(release))
+
+    def end(self, reason: str) -> None:
+        self._store.compare_set(end_key(self._epoch), "", reason)
+
+    def roster(self, generation: int) -> Roster:
+        """Wait for a generation to be issued, for `wait_s` at most. Raises DistError."""
+        return decode_roster(bytes(self._store.get(roster_key(self._epoch, generation))))
 
     def lease_held(self, now_s: float) -> bool:
         """Whether the supervisor gave a sign within LEASE_S and has not given this life up. Call it every second or so;
         False means: end yourself.
         """
         try:
-            if self._store.check([revoked_key(self._epoch)]):
+            if any(self._store.check([revoked_key(epoch)]) for epoch in {self._epoch, self._life}):
                 return False
             lease = read(self._store, LEASE_KEY)
         except DistError:
