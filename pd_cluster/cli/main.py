@@ -8,6 +8,7 @@ import typer
 from pd_cluster.cli import bench, edge
 from pd_cluster.cli.chat import chat
 from pd_cluster.cli.config import config
+from pd_cluster.cli.convert import convert
 from pd_cluster.cli.demo import demo
 from pd_cluster.cli.doctor import doctor
 from pd_cluster.cli.drain import drain
@@ -44,7 +45,11 @@ def main(
     pass
 
 
-for command in (demo, serve, generate, chat, status, top, drain, scale, router, worker, prestop, doctor, config):
+COMMANDS = (
+    *(demo, serve, generate, chat, status, top, drain, scale),
+    *(router, worker, prestop, doctor, convert, config),
+)
+for command in COMMANDS:
     app.command()(edge.guard(command))
 app.add_typer(bench.app)
 

@@ -21,8 +21,8 @@ from pd_cluster.errors import ModelError
 
 T = TypeVar("T")
 SUPPORTED_VERSIONS = (2, 3)
-_STRING, _ARRAY, _BOOL = 8, 9, 7
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", _FLOAT32: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class GgufTensor(Struct, frozen=True):
@@ -123,7 +123,8 @@ class GgufFile:
             return [self._value(item) for _ in range(count)]
         if kind not in _SCALARS:
             raise ModelError(f"{self.path}: metadata value of unknown type {kind}")
-        return self._scalar(_SCALARS[kind])
+        value = self._scalar(_SCALARS[kind])
+        return float(str(np.float32(value))) if kind == _FLOAT32 else value  # 1e-05, not 9.99999974e-06
 
     def _string(self) -> str:
         length = self._scalar("Q")

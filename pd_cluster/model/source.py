@@ -56,8 +56,18 @@ class LoadedModel:
         special = self.tokenizer.special.by_name() if self.tokenizer else {}
         if self.directory is not None:
             return load_chat_template(self.directory, special)
-        source, named = self._gguf.chat_template, self._gguf.named_chat_templates
+        named = dict(self.chat_template_texts)
+        source = named.pop("default", None)
         return None if source is None else ChatTemplate(source, special_tokens=special, named=named)
+
+    @property
+    def chat_template_texts(self) -> dict[str, str]:
+        """The templates inside a .gguf file by name, `default` among them; none for a directory, where they are
+        files."""
+        if self.directory is not None:
+            return {}
+        default = self._gguf.chat_template
+        return self._gguf.named_chat_templates | ({} if default is None else {"default": default})
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -112,6 +112,11 @@ class Tokenizer:
         found: int | None = None if token is None else self._backend.token_to_id(token)
         return found
 
+    def to_json(self) -> str:
+        """The contents of a tokenizer.json that reads back as this tokenizer."""
+        text: str = self._backend.to_str(pretty=True)
+        return text
+
     @property
     def strip_start(self) -> int:
         return self._rules.strip_start
