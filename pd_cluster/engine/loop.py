@@ -16,7 +16,8 @@ from pd_cluster.clock import Clock
 from pd_cluster.engine.outcome import StepOutcome
 from pd_cluster.engine.plan import Engine, StepPlan, StepResult
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.engine.step_sync import Run, StepSync
+from pd_cluster.engine.step_sync import Go, Run, StepSync
+from pd_cluster.parallel.transition import Decision
 
 AVERAGE_DECAY = 0.9
 
@@ -31,6 +32,26 @@ class Role(Protocol):
         """A step's outcome, in order; the next step may be running."""
 
 
+class Epochs(Protocol):
+    """This rank's part in placement epochs; called on the event loop."""
+
+    def launching(self, step: int, decision: Decision | None) -> Callable[[], None] | None:
+        """`step` is about to be launched, and its Go carried `decision`. What the engine thread is to do before."""
+
+    def ended(self, step: int) -> None:
+        """The results of `step` are in."""
+
+
+class OneEpoch:
+    """The placement never changes."""
+
+    def launching(self, step: int, decision: Decision | None) -> Callable[[], None] | None:
+        return None
+
+    def ended(self, step: int) -> None:
+        pass
+
+
 class EngineThread:
     """The one thread that calls the engine."""
 
@@ -38,11 +59,15 @@ class EngineThread:
         self._engine = engine
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
-    def run(self, plan: StepPlan, step_tokens: list[int]) -> "asyncio.Future[StepResult]":
-        """Begin a step; the future raises EngineError when it fails."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, self._step, plan, step_tokens)
+    def run(
+        self, plan: StepPlan, step_tokens: list[int], before: Callable[[], None] | None = None
+    ) -> "asyncio.Future[StepResult]":
+        """Begin a step, after `before`; the future raises EngineError when it fails."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, self._step, plan, step_tokens, before)
 
-    def _step(self, plan: StepPlan, step_tokens: list[int]) -> StepResult:
+    def _step(self, plan: StepPlan, step_tokens: list[int], before: Callable[[], None] | None) -> StepResult:
+        if before is not None:
+            before()
         self._engine.launch(plan, step_tokens)
         return self._engine.collect()
 
@@ -53,7 +78,16 @@ class EngineThread:
 class EngineLoop:
     """A lead's loop. `run` ends by raising EngineError (a step failed or a rank is lost) or by cancellation."""
 
-    def __init__(self, *, scheduler: Scheduler, thread: EngineThread, sync: StepSync, role: Role, clock: Clock) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        thread: EngineThread,
+        sync: StepSync,
+        role: Role,
+        clock: Clock,
+        epochs: Epochs | None = None,
+    ) -> None:
         self.num_steps = 0
         self.step_s = 0.0
         """Moving average of the duration of steps with work, seconds."""
@@ -64,6 +98,7 @@ class EngineLoop:
         self._sync = sync
         self._role = role
         self._clock = clock
+        self._epochs: Epochs = epochs or OneEpoch()
         self._work = asyncio.Event()
         self._held: StepPlan | None = None  # voted too late for the last Go
         self._outcome: StepOutcome | None = None  # applied, not told yet
@@ -74,12 +109,14 @@ class EngineLoop:
 
     async def run(self) -> None:
         for step in itertools.count():
-            plan, step_tokens = await self._agree(step)
-            self._sync.run_followers(plan, step_tokens)
+            plan, go = await self._agree(step)
+            self._sync.run_followers(plan, go.step_tokens, go.decision)
+            before = self._epochs.launching(step, go.decision)
             started_s = self._clock.now_s()
-            running = self._thread.run(plan, step_tokens)
+            running = self._thread.run(plan, go.step_tokens, before)
             self._tell()
             result = await running
+            self._epochs.ended(step)
             self.num_steps += 1
             if plan.work:
                 self._measure(plan, self._clock.now_s() - started_s)
@@ -90,7 +127,7 @@ class EngineLoop:
         if plan.num_tokens > len(plan.work):
             self.prefill_tok_s = _average(self.prefill_tok_s, plan.num_tokens / max(step_s, 1e-9))
 
-    async def _agree(self, step: int) -> tuple[StepPlan, list[int]]:
+    async def _agree(self, step: int) -> tuple[StepPlan, Go]:
         """Vote until the hub says go; return what to run."""
         plan = msgspec.structs.replace(self._held, step=step) if self._held else self._plan(step)
         self._held = None
@@ -106,9 +143,9 @@ class EngineLoop:
         go = await self._sync.go()
         assert go.step == step, (go.step, step)
         if go.step_tokens[self._sync.lead_index] != plan.num_tokens:
-            self._held = plan  # our raise crossed this Go
-            return StepPlan(step=step), go.step_tokens
-        return plan, go.step_tokens
+            self._held = plan  # our raise crossed this Go, or no step may have work now
+            return StepPlan(step=step), go
+        return plan, go
 
     def _plan(self, step: int) -> StepPlan:
         """What this worker would do now; a plan without work needs no step."""
@@ -141,10 +178,15 @@ def _average(average: float, value: float) -> float:
     return AVERAGE_DECAY * average + (1 - AVERAGE_DECAY) * value if average else value
 
 
-async def follow(thread: EngineThread, sync: StepSync, on_tell: Callable[[bytes], None]) -> None:
+async def follow(
+    thread: EngineThread, sync: StepSync, on_tell: Callable[[bytes], None], epochs: Epochs | None = None
+) -> None:
     """A follower's loop: run the lead's plans and hand on what it tells, in order. Raises EngineError."""
+    epochs = epochs or OneEpoch()
     async for order in sync.orders():
         if isinstance(order, Run):
-            await thread.run(order.plan, order.step_tokens)
+            step = order.plan.step
+            await thread.run(order.plan, order.step_tokens, epochs.launching(step, order.decision))
+            epochs.ended(step)
         else:
             on_tell(order.payload)

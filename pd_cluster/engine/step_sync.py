@@ -2,11 +2,16 @@
 
     follower <-- Run, Tell --> lead -- Vote --> hub (rank 0)
                                     <-- Go ---
+             <---------------- Note --------------->
 
 A lead votes once it is ready for a step, with the tokens it would compute; a vote of 0 means "nothing to do, but
 count on me" and may be raised later. As soon as every lead has voted and one of them has tokens, the hub says Go with
 all counts: each lead then runs exactly what it voted, and one whose raise crossed the Go runs an empty step first.
 With no work anywhere nothing is sent.
+
+A Go may carry a decision about the placement of experts, which holds from that very step on; without work anywhere it
+then begins an empty step. While the placement lacks experts no step has work. Notes about placements travel between
+the hub and every rank beside the steps; what goes down arrives in the order of the steps' messages.
 
 Engines whose DP ranks share no experts need no agreement: each lead is then its own hub. Every connection opens with
 the engine's epoch, which only its ranks know; anything else is hung up on. A connection that breaks ends the engine:
@@ -24,6 +29,7 @@ from msgspec import Struct
 from pd_cluster.engine.plan import StepPlan
 from pd_cluster.errors import EngineError
 from pd_cluster.ids import EngineEpoch, Rank
+from pd_cluster.parallel.transition import Decision
 
 MAX_FRAME_BYTES = 1 << 30
 JOIN_FRAME_BYTES = 4096
@@ -44,10 +50,13 @@ class Vote(Struct, frozen=True, tag="vote"):
 
 
 class Go(Struct, frozen=True, tag="go"):
-    """From the hub: run `step`; `step_tokens[dp_rank]` is what each lead voted."""
+    """From the hub: run `step`; `step_tokens[dp_rank]` is what each lead voted, or 0 for all. What `decision` says
+    holds from this step on.
+    """
 
     step: int
     step_tokens: list[int]
+    decision: Decision | None = None
 
 
 class Run(Struct, frozen=True, tag="run"):
@@ -55,6 +64,7 @@ class Run(Struct, frozen=True, tag="run"):
 
     plan: StepPlan
     step_tokens: list[int]
+    decision: Decision | None = None
 
 
 class Tell(Struct, frozen=True, tag="tell"):
@@ -63,27 +73,54 @@ class Tell(Struct, frozen=True, tag="tell"):
     payload: bytes
 
 
-Message = Join | Vote | Go | Run | Tell
+class Note(Struct, frozen=True, tag="note"):
+    """About the placement of experts: from the hub to every rank by way of the leads, or from a rank to the hub."""
+
+    payload: bytes
+
+
+Message = Join | Vote | Go | Run | Tell | Note
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 class Votes:
-    """The hub's decision: `cast` returns the Go that a vote completes, if it does. Pure."""
+    """The hub's decision: `cast` and `go` return a Go when it falls.
 
-    def __init__(self, num_leads: int) -> None:
+    `decide(step)` is asked for what a Go of `step` would carry, which it gives once; then `may_run()`, whether steps
+    may have work.
+    """
+
+    def __init__(
+        self,
+        num_leads: int,
+        decide: Callable[[int], Decision | None] = lambda _step: None,
+        may_run: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._tokens: list[int | None] = [None] * num_leads
         self._step = 0
+        self.decide = decide
+        self.may_run = may_run
 
     def cast(self, vote: Vote) -> Go | None:
+        """The Go that a vote completes, if it does."""
         if vote.step != self._step:
             assert vote.step < self._step, "a lead cannot be ahead of the hub"
             return None  # a raise that crossed the Go: its lead votes again after that step
         self._tokens[vote.dp_rank] = vote.num_tokens
+        return self.go()
+
+    def go(self) -> Go | None:
+        """The next Go, if every lead has voted and there is work or a decision."""
         tokens = [t for t in self._tokens if t is not None]
-        if len(tokens) < len(self._tokens) or not any(tokens):
+        if len(tokens) < len(self._tokens):
             return None
-        go = Go(self._step, tokens)
+        decision = self.decide(self._step)
+        if not self.may_run():
+            tokens = [0] * len(tokens)
+        if not any(tokens) and decision is None:
+            return None
+        go = Go(self._step, tokens, decision)
         self._step += 1
         self._tokens = [None] * len(self._tokens)
         return go
@@ -136,6 +173,8 @@ class StepSync:
         self._hub_rank = 0 if shared else self.dp_rank * tensor_parallel
         self._num_leads = data_parallel if shared else 1
         self._votes = Votes(self._num_leads) if rank == self._hub_rank else None
+        self.on_order: Callable[[bytes], None] = lambda _payload: None
+        self.on_report: Callable[[bytes], None] = lambda _payload: None  # at the hub
         self._leads: dict[int, _Link] = {}  # at the hub: by dp_rank
         self._followers: dict[Rank, _Link] = {}  # at a lead
         self._up: _Link | None = None  # at a follower: its lead; at a lead: the hub
@@ -145,6 +184,10 @@ class StepSync:
         self._server: asyncio.Server | None = None
         self._all_joined = asyncio.Event()
         self.on_tell: Callable[[Rank, bytes], None] = lambda _rank, _payload: None
+
+    @property
+    def is_hub(self) -> bool:
+        return self._votes is not None
 
     @property
     def is_lead(self) -> bool:
@@ -213,18 +256,24 @@ class StepSync:
             message = await link.receive()
             if isinstance(message, Go):
                 self._arrive(message)
+            elif isinstance(message, Note):
+                self._order(message)
 
     async def _read_lead(self, link: _Link) -> None:
         while True:
             message = await link.receive()
             if isinstance(message, Vote):
                 self._cast(message)
+            elif isinstance(message, Note):
+                self.on_report(message.payload)
 
     async def _read_follower(self, rank: Rank, link: _Link) -> None:
         while True:
             message = await link.receive()
             if isinstance(message, Tell):
                 self.on_tell(rank, message.payload)
+            elif isinstance(message, Note):
+                self.report(message.payload)
 
     def _arrive(self, go: Go | EngineError) -> None:
         self._go.append(go)
@@ -232,11 +281,46 @@ class StepSync:
 
     def _cast(self, vote: Vote) -> None:
         assert self._votes is not None
-        go = self._votes.cast(vote)
+        self._say(self._votes.cast(vote))
+
+    def _say(self, go: Go | None) -> None:
         if go is not None:
             for link in self._leads.values():
                 link.send(go)
             self._arrive(go)
+
+    # ---- of placement epochs
+
+    def order(self, payload: bytes) -> None:
+        """From the hub to every rank, itself too."""
+        assert self.is_hub
+        note = Note(payload)
+        for link in self._leads.values():
+            link.send(note)
+        self._order(note)
+
+    def _order(self, note: Note) -> None:
+        for link in self._followers.values():
+            link.send(note)
+        self.on_order(note.payload)
+
+    def report(self, payload: bytes) -> None:
+        """To the hub, from any rank."""
+        if self.is_hub:
+            self.on_report(payload)
+        else:
+            assert self._up is not None
+            self._up.send(Note(payload))
+
+    def steer(self, decide: Callable[[int], Decision | None], may_run: Callable[[], bool]) -> None:
+        """At the hub: ask these at every Go, see `Votes`."""
+        assert self._votes is not None
+        self._votes.decide, self._votes.may_run = decide, may_run
+
+    def nudge(self) -> None:
+        """At the hub: `decide` or `may_run` may answer otherwise than at the last vote."""
+        assert self._votes is not None
+        self._say(self._votes.go())
 
     # ---- of a lead
 
@@ -267,9 +351,9 @@ class StepSync:
         """Whether `go` would return (or raise) at once."""
         return self._arrived.is_set()
 
-    def run_followers(self, plan: StepPlan, step_tokens: list[int]) -> None:
+    def run_followers(self, plan: StepPlan, step_tokens: list[int], decision: Decision | None = None) -> None:
         for link in self._followers.values():
-            link.send(Run(plan, step_tokens))
+            link.send(Run(plan, step_tokens, decision))
 
     def tell_followers(self, payload: bytes) -> None:
         for link in self._followers.values():
@@ -288,6 +372,8 @@ class StepSync:
             message = await self._up.receive()
             if isinstance(message, Run | Tell):
                 yield message
+            elif isinstance(message, Note):
+                self.on_order(message.payload)
 
     @property
     def lead_index(self) -> int:

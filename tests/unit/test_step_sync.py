@@ -6,6 +6,7 @@ from pd_cluster.engine.plan import StepPlan
 from pd_cluster.engine.step_sync import Go, Meeting, Run, StepSync, Tell, Vote, Votes
 from pd_cluster.errors import EngineError
 from pd_cluster.ids import EngineEpoch, Rank
+from pd_cluster.parallel.transition import Abandon, Commit, Decision
 
 
 def board() -> Meeting:
@@ -52,6 +53,64 @@ def test_hub_says_go_only_when_all_voted_and_one_has_tokens() -> None:
     assert votes.cast(Vote(0, 0, 5)) is None, "a raise that crossed the go is voted again for the next step"
     assert votes.cast(Vote(0, 1, 5)) is None
     assert votes.cast(Vote(1, 1, 0)) == Go(1, [5, 0])
+
+
+class Deciding:
+    """What a hub decides next, once, and whether steps may have work."""
+
+    def __init__(self) -> None:
+        self.next: Decision | None = None
+        self.may_run = True
+
+    def decide(self, step: int) -> Decision | None:
+        decision, self.next = self.next, None
+        return Commit(decision.epoch, step) if isinstance(decision, Commit) else decision
+
+
+def test_a_decision_travels_on_the_next_go_or_begins_a_step_without_work() -> None:
+    deciding = Deciding()
+    votes = Votes(2, deciding.decide, lambda: deciding.may_run)
+    votes.cast(Vote(0, 0, 5))
+    deciding.next = Commit(3, -1)
+    assert votes.go() is None, "one lead has not voted: nothing is decided for this step yet"
+    assert votes.cast(Vote(1, 0, 0)) == Go(0, [5, 0], Commit(3, 0))
+    for dp_rank in range(2):
+        assert votes.cast(Vote(dp_rank, 1, 0)) is None
+    deciding.next = Abandon(4, "slow")
+    assert votes.go() == Go(1, [0, 0], Abandon(4, "slow"))
+    assert votes.go() is None
+
+
+def test_no_step_has_work_while_experts_are_missing() -> None:
+    deciding = Deciding()
+    votes = Votes(1, deciding.decide, lambda: deciding.may_run)
+    deciding.may_run = False
+    assert votes.cast(Vote(0, 0, 7)) is None
+    deciding.next = Commit(1, -1)
+    assert votes.go() == Go(0, [0], Commit(1, 0)), "the commit of a placement that still lacks experts"
+    assert votes.cast(Vote(0, 1, 7)) is None
+    deciding.may_run = True
+    assert votes.go() == Go(1, [7])
+
+
+async def test_notes_reach_every_rank_and_the_hub_and_decisions_reach_followers() -> None:
+    ranks = await engine(2, 2)
+    ordered: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+    reported: asyncio.Queue[bytes] = asyncio.Queue()
+    for index, rank in enumerate(ranks):
+        rank.on_order = lambda payload, index=index: ordered.put_nowait((index, payload))  # type: ignore[misc]
+    ranks[0].on_report = reported.put_nowait
+    async with asyncio.timeout(5):
+        ranks[0].order(b"prepare")
+        assert {await ordered.get() for _ in range(2)} == {(0, b"prepare"), (2, b"prepare")}
+        for lead, follower in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
+            lead.run_followers(StepPlan(step=0), [0, 0], Commit(1, 0))
+            assert await anext(follower.orders()) == Run(StepPlan(step=0), [0, 0], Commit(1, 0))
+        assert {ordered.get_nowait() for _ in range(2)} == {(1, b"prepare"), (3, b"prepare")}, "before the step"
+        for index, rank in enumerate(ranks):
+            rank.report(b"ready%d" % index)
+        assert {await reported.get() for _ in ranks} == {b"ready0", b"ready1", b"ready2", b"ready3"}
+    await close(ranks)
 
 
 async def test_two_leads_step_together_and_followers_get_the_plan() -> None:
