@@ -2,13 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from pd_cluster.cli import edge, options
 from pd_cluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pd_cluster.bench.servers import Server
 
 app = typer.Typer(name="bench", help="Measure this machine and this code.", no_args_is_help=True)
 
@@ -132,12 +135,70 @@ def servers(
     json: options.AsJson = False,
 ) -> None:
     """Decode and prefill speeds of running servers, side by side."""
-    from pd_cluster.bench.servers import Server, run
+    from pd_cluster.bench.servers import run
 
-    names = model * len(urls) if len(model) == 1 else model
+    _print(run(_servers(urls, model), rounds=rounds), json)
+
+
+@app.command()
+@edge.guard
+def goodput(
+    url: Annotated[list[str], typer.Option(help="An HTTP server of the model; the first is compared to the others.")],
+    model: Annotated[list[str], typer.Option(help="The model's name at each, in their order, or at all.")],
+    rate: Annotated[list[float] | None, typer.Option(help="Requests per second; may be repeated.", min=0.01)] = None,
+    window: Annotated[float, typer.Option(help="Seconds of arrivals at one server.", min=1.0)] = 60.0,
+    rounds: Annotated[int, typer.Option(help="Windows of each server and rate.", min=1)] = 1,
+    inputs: Annotated[str, typer.Option(help="Tokens of a prompt, from and to.", metavar="FROM-TO")] = "400-1200",
+    outputs: Annotated[str, typer.Option(help="Tokens of an answer, from and to.", metavar="FROM-TO")] = "32-96",
+    ttft: Annotated[float, typer.Option(help="Seconds to the first token that a good request keeps.")] = 3.0,
+    tpot: Annotated[float, typer.Option(help="Seconds per further token, on average.")] = 0.040,
+    gap: Annotated[float, typer.Option(help="Seconds between any two tokens.")] = 0.200,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
+    json: options.AsJson = False,
+) -> None:
+    """Requests per second that keep their bounds, at running servers under the same load in turn."""
+    from pd_cluster.bench.goodput import Bounds, run, span, table
+
+    result = run(
+        _servers(url, model),
+        rates=rate or [1.0],
+        window_s=window,
+        rounds=rounds,
+        inputs=span(inputs),
+        outputs=span(outputs),
+        bounds=Bounds(ttft_s=ttft, tpot_s=tpot, gap_s=gap),
+        seed=seed,
+    )
+    if json:
+        _print(result, json)
+    else:
+        sys.stdout.write(table(result))
+
+
+@app.command()
+@edge.guard
+def relay(
+    prefill: Annotated[str, typer.Option(help="The peer's prefill server.", metavar="URL")],
+    decode: Annotated[str, typer.Option(help="The peer's decode server.", metavar="URL")],
+    port: Annotated[int, typer.Option(help="Where this listens, on this machine.", min=1)],
+) -> None:
+    """Join two vLLM servers with its NIXL connector into one address, to measure beside ours. Runs until stopped."""
+    import asyncio
+    import contextlib
+
+    from pd_cluster.bench.relay import serve
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(prefill, decode, "127.0.0.1", port))
+
+
+def _servers(urls: list[str], models: list[str]) -> "list[Server]":
+    from pd_cluster.bench.servers import Server
+
+    names = models * len(urls) if len(models) == 1 else models
     if len(names) != len(urls):
         raise ConfigError(f"{len(urls)} servers need one --model or {len(urls)}, got {len(names)}")
-    _print(run([Server(url, name) for url, name in zip(urls, names, strict=True)], rounds=rounds), json)
+    return [Server(url, name) for url, name in zip(urls, names, strict=True)]
 
 
 def _print(result: dict[str, Any], json: bool) -> None:
