@@ -21,7 +21,7 @@ every wait raises EngineError.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import msgspec
 from msgspec import Struct
@@ -96,9 +96,15 @@ class Votes:
         num_leads: int,
         decide: Callable[[int], Decision | None] = lambda _step: None,
         may_run: Callable[[], bool] = lambda: True,
+        *,
+        members: Iterable[int] | None = None,
+        step: int = 0,
     ) -> None:
-        self._tokens: list[int | None] = [None] * num_leads
-        self._step = 0
+        """`members`: the leads that vote, all by default; of the others a Go says 0. `step`: the first."""
+        voting = set(range(num_leads) if members is None else members)
+        self._unknown: list[int | None] = [None if lead in voting else 0 for lead in range(num_leads)]
+        self._tokens = self._unknown.copy()
+        self._step = step
         self.decide = decide
         self.may_run = may_run
 
@@ -122,7 +128,7 @@ class Votes:
             return None
         go = Go(self._step, tokens, decision)
         self._step += 1
-        self._tokens = [None] * len(self._tokens)
+        self._tokens = self._unknown.copy()
         return go
 
 
