@@ -1,0 +1,555 @@
+"""The life of an elastic engine as its supervisor decides it, pure: its DP ranks live and die one by one.
+
+    away <-> pausing -> starting -> up <-> leaving
+    starting, up, leaving -> ending -> pausing
+
+All members start together and make up the roster of generation 0. From then on a member that dies is off the roster at
+once and its other ranks are killed; when all of them are seen dead its life is announced as dead, and it gets another
+one, which joins by the next roster when it has reported. The engine as a whole ends, and starts anew as any engine
+does (see `lifecycle`), when no member is left or when those that are left say that they cannot go on. How many members
+there shall be may change at any time: those that leave are ended when the others can do without them, and stay when
+they cannot.
+
+Every stage has a deadline: starting `start_timeout_s`, leaving `leave_timeout_s`, ending repeats the kill each GRACE_S,
+pausing ends by itself, and whoever is up must give heartbeats.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+
+from msgspec import Struct, field
+
+from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable, from_info
+from pd_cluster.ids import EngineEpoch, EngineId, Rank
+from pd_cluster.launch.heartbeats import Heartbeats
+from pd_cluster.launch.lifecycle import (
+    BACKOFF_S,
+    FORGIVEN_S,
+    GRACE_S,
+    MAX_BACKOFF_S,
+    NEXT,
+    EngineDead,
+    EngineEvent,
+    EngineFailed,
+    EngineLost,
+    EngineUp,
+    State,
+)
+from pd_cluster.launch.spec import Beat, RankReport
+from pd_cluster.parallel.roster import Roster
+
+DESPAIR_S = FORGIVEN_S
+"""A member that was started `max_restarts` times in vain is tried again each so long: the group serves without it."""
+
+
+class Stage(StrEnum):
+    AWAY = "away"  # nothing of it runs, and nothing shall
+    PAUSING = "pausing"  # waits for its next life
+    STARTING = "starting"
+    UP = "up"
+    LEAVING = "leaving"  # computes still; takes nothing new
+    ENDING = "ending"  # off the roster; some process of it may still run
+
+
+NEXT_STAGE: dict[Stage, frozenset[Stage]] = {
+    Stage.AWAY: frozenset({Stage.PAUSING}),
+    Stage.PAUSING: frozenset({Stage.STARTING, Stage.AWAY}),
+    Stage.STARTING: frozenset({Stage.UP, Stage.ENDING}),
+    Stage.UP: frozenset({Stage.LEAVING, Stage.ENDING}),
+    Stage.LEAVING: frozenset({Stage.UP, Stage.ENDING}),
+    Stage.ENDING: frozenset({Stage.PAUSING, Stage.AWAY}),
+}
+STAYS_FIRST = [Stage.UP, Stage.LEAVING, Stage.STARTING, Stage.PAUSING, Stage.ENDING, Stage.AWAY]
+
+
+# ---- what the supervisor shall do; `lives` are by DP rank
+
+
+class Issue(Struct, frozen=True):
+    epoch: EngineEpoch
+    roster: Roster
+
+
+class StartMembers(Struct, frozen=True):
+    epoch: EngineEpoch
+    lives: dict[int, EngineEpoch]
+
+
+class TerminateMembers(Struct, frozen=True):
+    epoch: EngineEpoch
+    lives: dict[int, EngineEpoch]
+
+
+class KillMembers(Struct, frozen=True):
+    epoch: EngineEpoch
+    lives: dict[int, EngineEpoch]
+
+
+GroupAction = Issue | StartMembers | TerminateMembers | KillMembers | EngineEvent
+
+
+class Member(Struct, kw_only=True, eq=False):
+    """One DP rank, through all of its lives."""
+
+    dp_rank: int
+    ranks: list[Rank]
+    stage: Stage = Stage.PAUSING
+    life: EngineEpoch | None = None  # while some process of it may run
+    living: set[Rank] = field(default_factory=set)
+    reports: dict[Rank, RankReport] = field(default_factory=dict)
+    first_dead: set[Rank] = field(default_factory=set)
+    since_s: float = 0.0  # when the present stage began
+    due_s: float = 0.0  # when its next life begins
+    num_restarts: int = 0
+    num_refusals: int = 0  # by the launcher, since it last started
+    reason: str = ""  # why its last life ended
+
+    def begin(self, life: EngineEpoch, now_s: float) -> None:
+        self.life, self.living, self.reports, self.first_dead = life, set(self.ranks), {}, set()
+        self.to(Stage.STARTING, now_s)
+
+    def to(self, stage: Stage, now_s: float) -> None:
+        assert stage in NEXT_STAGE[self.stage], f"DP rank {self.dp_rank}: {self.stage} -> {stage}"
+        self.stage, self.since_s = stage, now_s
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is on the roster."""
+        return self.stage in (Stage.UP, Stage.LEAVING)
+
+    @property
+    def address(self) -> str:
+        address = self.reports[self.ranks[0]].control_address
+        assert address is not None
+        return address
+
+    @property
+    def has_reported(self) -> bool:
+        return len(self.reports) == len(self.ranks)
+
+
+class GroupLife:
+    """Inputs are method calls, with the time; outputs are the actions they return, to be done in order."""
+
+    def __init__(
+        self,
+        engine_id: EngineId,
+        data_parallel: int,
+        tensor_parallel: int,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+        leave_timeout_s: float,
+        new_epoch: Callable[[], EngineEpoch],
+    ) -> None:
+        self.engine_id = engine_id
+        self.tensor_parallel = tensor_parallel
+        self.state = State.BACKOFF
+        self.epoch: EngineEpoch | None = None
+        self.error: PdClusterError | None = None  # why the latest life of the whole engine ended
+        self.num_restarts = 0  # of the whole engine
+        self.num_wanted = data_parallel
+        self.refusal: str | None = None  # why the latest shrink was taken back
+        self.members = [
+            Member(dp_rank=dp_rank, ranks=[Rank(dp_rank * tensor_parallel + tp) for tp in range(tensor_parallel)])
+            for dp_rank in range(data_parallel)
+        ]
+        self._generation = 0
+        self._heartbeats = Heartbeats(tensor_parallel)
+        self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
+        self._leave_timeout_s = leave_timeout_s
+        self._new_epoch = new_epoch
+        self._num_refusals = 0
+        self._was_ready = False
+        self._stopping = False
+        self._since_s = 0.0
+        self._restart_at_s = 0.0
+
+    # ---- what others ask
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the workers that serve, by DP rank."""
+        return [member.address for member in self.members if member.computes]
+
+    @property
+    def missing(self) -> list[Rank]:
+        """Ranks that were started and have not reported."""
+        starting = [member for member in self.members if member.stage is Stage.STARTING]
+        return [rank for member in starting for rank in member.ranks if rank not in member.reports]
+
+    @property
+    def beating(self) -> list[Rank]:
+        """Ranks whose heartbeats count."""
+        return [rank for member in self.members if member.computes for rank in member.ranks]
+
+    @property
+    def generation(self) -> int:
+        """Of the latest roster."""
+        return self._generation
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        return frozenset(member.dp_rank for member in self.members if member.stage is Stage.LEAVING)
+
+    @property
+    def settled(self) -> bool:
+        """Whether as many members serve as shall, and nobody is on the way in or out."""
+        stages = [member.stage for member in self.members]
+        return stages.count(Stage.UP) == self.num_wanted and set(stages) <= {Stage.UP, Stage.AWAY}
+
+    def life_of(self, rank: Rank) -> EngineEpoch:
+        """The present life of a rank that may run."""
+        life = self._member_of(rank).life
+        assert life is not None
+        return life
+
+    def resize(self, num_members: int) -> None:
+        """So many members shall serve from the next tick on."""
+        assert 1 <= num_members <= len(self.members)
+        self.num_wanted = num_members
+        self.refusal = None
+        for member in self.members:  # an operator who asks again wants another try
+            if member.stage in (Stage.PAUSING, Stage.AWAY):
+                member.num_restarts = 0
+                member.due_s = 0.0
+
+    # ---- what happens
+
+    def tick(self, now_s: float) -> list[GroupAction]:
+        """Let time pass. The first call starts the engine."""
+        if self.state is State.BACKOFF and now_s >= self._restart_at_s:
+            return self._begin(now_s)
+        if self.state is State.STARTING and now_s - self._since_s >= self._start_timeout_s:
+            return self._end(self._late(self.missing), now_s)
+        if self.state is State.READY:
+            if now_s - self._since_s >= FORGIVEN_S:
+                self.num_restarts = 0
+            return self._tick_members(now_s)
+        if self.state is State.ENDING and now_s - self._since_s >= GRACE_S:
+            self._since_s = now_s
+            return self._kill(member for member in self.members if member.living)
+        return []
+
+    def reported(self, report: RankReport, now_s: float) -> list[GroupAction]:
+        """A rank wrote its report, in its present life."""
+        member = self._member_of(report.rank)
+        if member.stage is not Stage.STARTING or self.state not in (State.STARTING, State.READY):
+            return []
+        member.reports[report.rank] = report
+        self._num_refusals = member.num_refusals = 0
+        if report.error is not None:
+            error = from_info(report.error)
+            return self._end(error, now_s) if self.state is State.STARTING else self._lose(member, error.message, now_s)
+        if self.state is State.READY:
+            if not member.has_reported:
+                return []
+            ups = self._join([member], now_s)
+            return [self._issue(), *ups]
+        if not all(each.has_reported for each in self.members):
+            return []
+        self._was_ready = True
+        self._to(State.READY, now_s)
+        return self._join(self.members, now_s)
+
+    def exited(self, rank: Rank, reason: str | None, now_s: float) -> list[GroupAction]:
+        """A rank is dead; `reason` is None when it was killed as decided here."""
+        member = self._member_of(rank)
+        member.living.discard(rank)
+        member.num_refusals = 0
+        seen_together = member.stage is Stage.ENDING and member.first_dead and now_s == member.since_s
+        if member.computes or (seen_together and reason):
+            member.first_dead.add(rank)
+        if self.state is State.STARTING:
+            return self._end(Unavailable(reason or "killed"), now_s)
+        if self.state is State.ENDING:
+            if not self._stopping and reason and isinstance(self.error, Unavailable):
+                self.error = Unavailable(f"{self.error.message}\nalso: {reason.splitlines()[0]}")
+            return self._bury(member, now_s) + self._gone_if_empty(now_s)
+        if member.stage is Stage.ENDING:
+            return self._bury(member, now_s)
+        return self._lose(member, reason or "killed", now_s)
+
+    def not_started(self, dp_ranks: Iterable[int], error: PdClusterError, now_s: float) -> list[GroupAction]:
+        """The launcher could not start these members; none of their ranks lives. Lack of room costs no restart."""
+        members = [self.members[dp_rank] for dp_rank in dp_ranks]
+        for member in members:
+            member.living.clear()
+        if self.state is State.STARTING:
+            self.error = error
+            self._to(State.ENDING, now_s)
+            if self._was_ready and isinstance(error, Unavailable) and not self._stopping:
+                self._num_refusals += 1
+                dead = [action for member in self.members for action in self._bury(member, now_s)]
+                self._back_off(now_s, self._num_refusals)
+                return dead
+        dead = []
+        for member in members:
+            if isinstance(error, Unavailable):
+                member.num_refusals += 1
+            else:
+                member.num_restarts += 1
+            member.reason = error.message
+            if member.stage is not Stage.ENDING:
+                member.to(Stage.ENDING, now_s)
+            dead += self._bury(member, now_s)
+        return dead + self._gone_if_empty(now_s) if self.state is State.ENDING else dead
+
+    def beats(self, seen: Mapping[Rank, Beat], now_s: float) -> list[GroupAction]:
+        """The latest heartbeats of the ranks that are up; those that stand still too long are lost."""
+        if self.state is not State.READY:
+            return []
+        self._heartbeats.observe(seen, now_s)
+        lost = self._heartbeats.lost(now_s)
+        actions: list[GroupAction] = []
+        for dp_rank, reason in lost.items():
+            member = self.members[dp_rank]
+            if member.computes:
+                member.first_dead |= member.living
+                actions += self._lose(member, f"{self.engine_id}: {reason}", now_s)
+        return actions
+
+    def released(self, generation: int, refused: str | None, now_s: float) -> list[GroupAction]:
+        """The group can do without those who leave with that roster, or refuses to."""
+        if self.state is not State.READY or generation != self._generation or not self.leaving:
+            return []
+        if refused is not None:
+            return self._refuse(refused, now_s)
+        leaving = [member for member in self.members if member.stage is Stage.LEAVING]
+        lost: list[GroupAction] = []
+        for member in leaving:
+            lost += self._off(member, "its engine shrinks", now_s, expected=True)
+        return [self._issue(), *lost, self._terminate(leaving)]
+
+    def ended(self, reason: str, now_s: float) -> list[GroupAction]:
+        """The ranks that are left say that they cannot go on."""
+        return self._end(Unavailable(f"{self.engine_id}: {reason}"), now_s) if self.state is State.READY else []
+
+    def stop(self, now_s: float, reason: str = "the cluster stops") -> list[GroupAction]:
+        """End for good: ranks are asked, and killed when they take longer than GRACE_S."""
+        self._stopping = True
+        if self.state in (State.BACKOFF, State.FAILED):
+            self._to(State.STOPPED, now_s)
+        elif self.state in (State.STARTING, State.READY):
+            actions = self._all_off(reason, now_s, expected=True)
+            self._to(State.ENDING, now_s)
+            return [*actions, self._terminate(member for member in self.members if member.living)]
+        return []
+
+    # ---- the whole engine
+
+    def _begin(self, now_s: float) -> list[GroupAction]:
+        self.epoch = self._new_epoch()
+        self.error = None
+        self._generation = 0
+        self._to(State.STARTING, now_s)
+        for member in self.members:
+            if member.stage is Stage.AWAY:
+                member.to(Stage.PAUSING, now_s)
+            member.num_restarts = 0
+            member.begin(self._new_epoch(), now_s)
+        lives = self._lives(self.members)
+        roster = Roster(generation=0, tensor_parallel=self.tensor_parallel, lives=tuple(lives.values()))
+        return [Issue(self.epoch, roster), StartMembers(self.epoch, lives)]
+
+    def _end(self, error: PdClusterError, now_s: float) -> list[GroupAction]:
+        self.error = error
+        actions = self._all_off(error.message, now_s)
+        self._to(State.ENDING, now_s)
+        for member in self.members:
+            if not member.living:
+                actions += self._bury(member, now_s)
+        return actions + self._kill(member for member in self.members if member.living) + self._gone_if_empty(now_s)
+
+    def _all_off(self, reason: str, now_s: float, expected: bool = False) -> list[GroupAction]:
+        actions: list[GroupAction] = []
+        for member in self.members:
+            if member.computes:
+                actions += self._off(member, reason, now_s, expected)
+            elif member.stage is Stage.STARTING:
+                member.to(Stage.ENDING, now_s)
+        return actions
+
+    def _gone_if_empty(self, now_s: float) -> list[GroupAction]:
+        if self.state is not State.ENDING or any(member.life is not None for member in self.members):
+            return []
+        self._heartbeats.clear()
+        if self._stopping:
+            self._to(State.STOPPED, now_s)
+            return []
+        assert self.error is not None
+        hopeless = isinstance(self.error, ConfigError | ModelError) or not self._was_ready
+        if hopeless or self.num_restarts >= self._max_restarts:
+            self._to(State.FAILED, now_s)
+            return [EngineFailed(self.engine_id, self.error.message)]
+        self.num_restarts += 1
+        self._back_off(now_s, self.num_restarts - 1)
+        return []
+
+    def _back_off(self, now_s: float, num_before: int) -> None:
+        self._restart_at_s = now_s + _pause_s(num_before)
+        self._to(State.BACKOFF, now_s)
+
+    # ---- members
+
+    def _tick_members(self, now_s: float) -> list[GroupAction]:
+        actions: list[GroupAction] = []
+        for member in self.members:
+            age_s = now_s - member.since_s
+            if member.stage is Stage.STARTING and age_s >= self._start_timeout_s:
+                late = self._late(rank for rank in member.ranks if rank not in member.reports)
+                actions += self._lose(member, late.message, now_s)
+            elif member.stage is Stage.ENDING and age_s >= GRACE_S:
+                member.since_s = now_s
+                actions += self._kill([member])
+            elif member.stage is Stage.UP and age_s >= FORGIVEN_S:
+                member.num_restarts = 0
+            elif member.stage is Stage.LEAVING and age_s >= self._leave_timeout_s:
+                why = f"{self.engine_id}: its experts and requests did not move in {self._leave_timeout_s:g} s"
+                actions += self._refuse(why, now_s)
+        if self.state is State.READY:
+            actions += self._reconcile(now_s)
+        return actions
+
+    def _reconcile(self, now_s: float) -> list[GroupAction]:
+        """One step towards as many members as shall be; those that serve stay before those that do not."""
+        by_rank = sorted(self.members, key=lambda member: (STAYS_FIRST.index(member.stage), member.dp_rank))
+        actions: list[GroupAction] = []
+        changed = False
+        due: list[Member] = []
+        for index, member in enumerate(by_rank):
+            stays = index < self.num_wanted
+            match member.stage:
+                case Stage.UP if not stays:
+                    member.to(Stage.LEAVING, now_s)
+                    changed = True
+                case Stage.LEAVING if stays:
+                    member.to(Stage.UP, now_s)
+                    changed = True
+                case Stage.STARTING if not stays:
+                    member.to(Stage.ENDING, now_s)
+                    actions.append(self._terminate([member]))
+                case Stage.PAUSING if not stays:
+                    member.to(Stage.AWAY, now_s)
+                case Stage.AWAY if stays:
+                    member.to(Stage.PAUSING, now_s)
+            if member.stage is Stage.PAUSING and now_s >= member.due_s:
+                member.begin(self._new_epoch(), now_s)
+                due.append(member)
+        if changed:
+            actions.append(self._issue())
+        if due:
+            actions.append(StartMembers(self._epoch(), self._lives(due)))
+        return actions
+
+    def _join(self, members: list[Member], now_s: float) -> list[GroupAction]:
+        for member in members:
+            member.to(Stage.UP, now_s)
+            self._heartbeats.expect(member.ranks, now_s)
+        return [EngineUp(self.engine_id, self._life(member), [member.address]) for member in members]
+
+    def _lose(self, member: Member, reason: str, now_s: float) -> list[GroupAction]:
+        """A member is dead, or taken for dead: the others go on without it at once."""
+        member.reason = reason
+        member.num_restarts += 1
+        actions: list[GroupAction] = []
+        if member.computes:
+            lost = self._off(member, reason, now_s)
+            if not any(each.computes for each in self.members):
+                return lost + self._end(Unavailable(reason), now_s)
+            self._keep_somebody(now_s)
+            actions = [self._issue(), *lost]
+        else:
+            member.to(Stage.ENDING, now_s)
+        return actions + (self._kill([member]) if member.living else self._bury(member, now_s))
+
+    def _keep_somebody(self, now_s: float) -> None:
+        """When those that were to stay are dead, those that were to leave stay."""
+        if not any(member.stage is Stage.UP for member in self.members):
+            for member in self.members:
+                if member.stage is Stage.LEAVING:
+                    member.to(Stage.UP, now_s)
+
+    def _off(self, member: Member, reason: str, now_s: float, expected: bool = False) -> list[GroupAction]:
+        """Take a member off the roster."""
+        lost = EngineLost(self.engine_id, self._life(member), [member.address], reason, expected)
+        member.to(Stage.ENDING, now_s)
+        self._heartbeats.forget(member.ranks)
+        return [lost]
+
+    def _bury(self, member: Member, now_s: float) -> list[GroupAction]:
+        """Announce the death of a life when nothing of it runs any more, and decide about the next."""
+        if member.living or member.life is None:
+            return []
+        dead = EngineDead(self.engine_id, member.life, frozenset(member.first_dead))
+        member.life = None
+        if member.stage is Stage.STARTING:
+            member.to(Stage.ENDING, now_s)
+        member.to(Stage.PAUSING, now_s)
+        if member.num_refusals:
+            pause_s = _pause_s(member.num_refusals)
+        elif member.num_restarts > self._max_restarts:
+            pause_s = DESPAIR_S
+        else:
+            pause_s = _pause_s(max(0, member.num_restarts - 1))
+        member.due_s = now_s + pause_s
+        return [dead]
+
+    def _refuse(self, reason: str, now_s: float) -> list[GroupAction]:
+        """Those that were to leave stay."""
+        self.refusal = reason
+        for member in self.members:
+            if member.stage is Stage.LEAVING:
+                member.to(Stage.UP, now_s)
+        meant = (Stage.UP, Stage.STARTING, Stage.PAUSING)
+        self.num_wanted = max(self.num_wanted, sum(member.stage in meant for member in self.members))
+        return [self._issue()]
+
+    # ---- parts of actions
+
+    def _issue(self) -> Issue:
+        self._generation += 1
+        lives = tuple(member.life if member.computes else None for member in self.members)
+        roster = Roster(
+            generation=self._generation, tensor_parallel=self.tensor_parallel, lives=lives, leaving=self.leaving
+        )
+        return Issue(self._epoch(), roster)
+
+    def _terminate(self, members: Iterable[Member]) -> TerminateMembers:
+        return TerminateMembers(self._epoch(), self._lives(members))
+
+    def _kill(self, members: Iterable[Member]) -> list[GroupAction]:
+        lives = self._lives(members)
+        return [KillMembers(self._epoch(), lives)] if lives else []
+
+    def _lives(self, members: Iterable[Member]) -> dict[int, EngineEpoch]:
+        return {member.dp_rank: self._life(member) for member in members}
+
+    def _late(self, ranks: Iterable[Rank]) -> Unavailable:
+        late = ", ".join(map(str, ranks))
+        return Unavailable(
+            f"{self.engine_id} was not ready after {self._start_timeout_s:g} s (ranks {late} did not report); "
+            "raise launch.start_timeout_s if it needs longer"
+        )
+
+    def _member_of(self, rank: Rank) -> Member:
+        return self.members[rank // self.tensor_parallel]
+
+    @staticmethod
+    def _life(member: Member) -> EngineEpoch:
+        assert member.life is not None
+        return member.life
+
+    def _to(self, state: State, now_s: float) -> None:
+        assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"
+        self.state = state
+        self._since_s = now_s
+
+    def _epoch(self) -> EngineEpoch:
+        assert self.epoch is not None
+        return self.epoch
+
+
+def _pause_s(num_before: int) -> float:
+    return min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S) if num_before else 0.0

@@ -1,0 +1,115 @@
+"""Which members of an engine give no sign of life: a pure reading of their heartbeats.
+
+Every rank counts a heartbeat up a few times a second, and says of which ranks it waits in vain. A heartbeat that stands
+still is a death, sooner when a peer has noticed too. A member that beats but is waited for all the time hangs, or the
+network between it and its peers is cut: the group cannot go on with it either. When nobody is heard at all, the store
+or this process is the likelier cause, and only the end of the lease is proof.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from pd_cluster.ids import Rank
+from pd_cluster.launch.spec import LEASE_S, Beat
+
+SUSPECTED_STILL_S = 0.5
+"""A heartbeat that stood still for so long is a death when a peer waits for that rank."""
+
+STILL_S = 3.0
+"""And for so long when nobody does."""
+
+FIRST_BEAT_S = LEASE_S
+"""A rank that has reported may take so long until its first heartbeat."""
+
+WAITED_FOR_S = 15.0
+"""A member that others wait for over and over is lost after so long, although it beats."""
+
+
+class _Pulse(Struct):
+    count: int
+    since_s: float  # when the count was first seen at this value
+    limit_s: float
+    suspects: frozenset[Rank] = frozenset()
+
+
+class Heartbeats:
+    """Of the ranks of the members that compute together."""
+
+    def __init__(self, tensor_parallel: int) -> None:
+        self._tensor_parallel = tensor_parallel
+        self._pulses: dict[Rank, _Pulse] = {}
+        self._waited_since_s: dict[int, float] = {}  # by DP rank
+
+    def expect(self, ranks: Iterable[Rank], now_s: float) -> None:
+        """These ranks shall beat from now on."""
+        for rank in ranks:
+            self._pulses[rank] = _Pulse(-1, now_s, FIRST_BEAT_S)
+
+    def forget(self, ranks: Iterable[Rank]) -> None:
+        """These shall not any more; whoever waits for them will hear so."""
+        for rank in ranks:
+            self._pulses.pop(rank, None)
+            self._waited_since_s.pop(rank // self._tensor_parallel, None)
+
+    def clear(self) -> None:
+        self._pulses.clear()
+        self._waited_since_s.clear()
+
+    def observe(self, beats: Mapping[Rank, Beat], now_s: float) -> None:
+        """What one look found."""
+        for rank, beat in beats.items():
+            pulse = self._pulses.get(rank)
+            if pulse is not None and beat.count != pulse.count:
+                self._pulses[rank] = _Pulse(beat.count, now_s, STILL_S, frozenset(beat.suspects))
+        waited_for = {dp_rank for dp_rank, peers in self._suspected(now_s).items() if peers}
+        for dp_rank in waited_for:
+            self._waited_since_s.setdefault(dp_rank, now_s)
+        for dp_rank in set(self._waited_since_s) - waited_for:
+            del self._waited_since_s[dp_rank]
+
+    def lost(self, now_s: float) -> dict[int, str]:
+        """DP ranks that are taken for dead, and why."""
+        ages = {rank: now_s - pulse.since_s for rank, pulse in self._pulses.items()}
+        if ages and all(age >= min(self._pulses[rank].limit_s, STILL_S) for rank, age in ages.items()):
+            still = dict.fromkeys(ages, LEASE_S)
+        else:
+            suspected = self._suspected(now_s)
+            still = {
+                rank: min(pulse.limit_s, SUSPECTED_STILL_S) if suspected[self._member(rank)] else pulse.limit_s
+                for rank, pulse in self._pulses.items()
+            }
+        found: dict[int, str] = {}
+        for rank, age_s in sorted(ages.items()):
+            if age_s >= still[rank]:
+                found.setdefault(self._member(rank), f"rank {rank} gave no heartbeat for {age_s:.1f} s")
+        return found or self._hung(now_s)
+
+    def _hung(self, now_s: float) -> dict[int, str]:
+        """The member that most others have waited for too long; one at a time, for its loss may cure the others."""
+        suspected = self._suspected(now_s)
+        late = [
+            dp_rank
+            for dp_rank, since_s in self._waited_since_s.items()
+            if now_s - since_s >= WAITED_FOR_S and suspected.get(dp_rank)
+        ]
+        if not late:
+            return {}
+        worst = max(late, key=lambda dp_rank: (len(suspected[dp_rank]), dp_rank))
+        peers = ", ".join(map(str, sorted(suspected[worst])))
+        return {worst: f"DP ranks {peers} waited for DP rank {worst} for {now_s - self._waited_since_s[worst]:.1f} s"}
+
+    def _suspected(self, now_s: float) -> dict[int, set[int]]:
+        """DP rank -> the others that wait for it, as far as these are alive themselves."""
+        found: dict[int, set[int]] = {self._member(rank): set() for rank in self._pulses}
+        for rank, pulse in self._pulses.items():
+            if now_s - pulse.since_s >= SUSPECTED_STILL_S:
+                continue
+            for suspect in pulse.suspects:
+                peer = self._member(suspect)
+                if peer in found and peer != self._member(rank):
+                    found[peer].add(self._member(rank))
+        return found
+
+    def _member(self, rank: Rank) -> int:
+        return rank // self._tensor_parallel
