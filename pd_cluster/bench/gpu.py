@@ -143,7 +143,7 @@ def expert_cases(num_tokens: int, *, reads_weights: bool, num_slots: int = 16) -
     E, K, H, size = 256, 8, 7168, 2048
     rule = gate.GateRule(K, True, 8, 4, 2, True, 2.5)
     logits, bias = _random(num_tokens, E, dtype=FP32), _random(E, dtype=FP32)
-    slots = gate.Slots(torch.arange(E, device=DEVICE).view(E, 1), torch.ones(E, dtype=torch.int64, device=DEVICE))
+    slots = gate.Slots(*(torch.arange(E, device=DEVICE).view(E, 1) for _ in range(2)))  # one copy: no threshold is read
     mix, load = torch.arange(num_tokens, device=DEVICE), torch.zeros(E, dtype=torch.int64, device=DEVICE)
     call: Callable[[], object] = partial(gate.gate, logits, bias, mix, slots, rule, load)
     yield Case(f"gate {K} of {E}, {num_tokens}", call, logits.nbytes + mix.nbytes + num_tokens * K * 20)

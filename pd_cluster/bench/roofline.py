@@ -71,7 +71,7 @@ class Touched:
             if isinstance(layer.mlp, Moe):
                 (experts,) = layer.mlp.experts.values()
                 assert isinstance(experts, FusedExperts)
-                self._slot_bytes = 2 * (experts.gate_up.stride + experts.down.stride)
+                self._slot_bytes = experts.slot_bytes
         self._before = self._load()
 
     def since_last(self) -> int:

@@ -33,6 +33,7 @@ from pd_cluster.parallel.groups import Groups
 from pd_cluster.parallel.local import LocalDispatcher
 from pd_cluster.parallel.placement import Placement, spread
 from pd_cluster.parallel.replicated import ReplicatedDispatcher
+from pd_cluster.parallel.slot_table import SlotTable
 from pd_cluster.request import SamplingParams
 
 
@@ -120,6 +121,8 @@ class TorchEngine:
                 logits_SV = self._run(spans)
                 for work, span in zip(plan.work, spans, strict=True):
                     self._sequences[work.request_id].num_computed = span.end
+                if self._device.type == "cuda":  # KV that a result speaks of may be read by a NIC: it must be there
+                    torch.cuda.current_stream(self._device).synchronize()
                 sampled = self._sample(logits_SV, [work.request_id for work in plan.work if work.sample])
             except RuntimeError as error:
                 raise EngineError(f"step {plan.step} failed: {error}") from error
@@ -133,6 +136,14 @@ class TorchEngine:
     def expert_load(self) -> list[list[int]]:
         """[MoE layer][expert] tokens routed since start; each token is counted by one rank of the engine."""
         return [moe.load_E.tolist() for moe in self.model.moe_layers]
+
+    def use(self, placement: Placement, tables: list[SlotTable]) -> None:
+        """Steps launched from now on choose slots by `tables`, those of `placement` for each MoE layer. On the thread
+        that launches.
+        """
+        for moe, table in zip(self.model.moe_layers, tables, strict=True):
+            moe.choice.set(table)
+        self.placement = placement
 
     def expert_slots(self) -> list[int]:
         """How many experts each rank of the engine holds in a MoE layer; empty for a model without experts."""
@@ -197,6 +208,8 @@ def build_engine(
     kv_max_bytes: int = 2 << 30,
     ranks_on_host: int = 1,
     redundant_experts: int = 0,
+    expert_slots_per_rank: int | None = None,
+    without_experts: bool = False,
     placement: Placement | None = None,
     dispatcher: DispatcherName = "auto",
     eos_token_ids: tuple[int, ...] | None = None,
@@ -207,7 +220,9 @@ def build_engine(
 
     `groups` says which rank this is (alone without). `num_blocks` None: measured after a step of
     `max_num_batched_tokens`, and equal on all ranks. `dispatcher` auto: `replicated` for one DP rank, else
-    `collective`; `local` plays all ranks of `placement` in this process. `eos_token_ids` default to the config's.
+    `collective`; `local` plays all ranks of `placement` in this process. `expert_slots_per_rank`:
+    room for experts in every layer, default what the first placement fills. `without_experts`: a rank that joins later
+    and is given its experts then. `eos_token_ids` default to the config's.
     Raises ConfigError for what does not divide or fit, ModelError from the source.
     """
     groups = groups or Groups()
@@ -219,7 +234,8 @@ def build_engine(
             raise ConfigError(f"redundant_experts is {redundant_experts}, but {config.architecture} has no experts")
     else:
         if placement is None:
-            placement = spread(config.moe.num_experts, groups.num_ranks, config.num_moe_layers, redundant_experts)
+            num_experts, num_layers = config.moe.num_experts, config.num_moe_layers
+            placement = spread(num_experts, groups.num_ranks, num_layers, redundant_experts, expert_slots_per_rank)
         chosen = _dispatcher(dispatcher, groups, placement)
     model = load_transformer(
         source,
@@ -230,6 +246,7 @@ def build_engine(
         dispatcher=chosen,
         device=device,
         progress=progress,
+        without_experts=without_experts,
     )
     layout = layout_of(config, model.heads.held, dtype, block_size)
     if num_blocks is None:

@@ -16,21 +16,32 @@ from pd_cluster.kernels import native
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
 
+PANEL_OUTPUTS = 64
+"""The kernels pack so many outputs together; a gated matrix half as many gates with their ups."""
+
+
+def align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 class WeightMemory:
-    """Hands out bfloat16 memory from large ranges. Nothing is given back before the last tensor is gone."""
+    """Hands out memory, filled with zeros, from large ranges. Nothing is given back before the last tensor is gone."""
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None
         self._used = 0
 
     def take(self, num_values: int) -> Tensor:
-        num_bytes = -(-num_values * 2 // ALIGNMENT) * ALIGNMENT
+        """bfloat16 [num_values]."""
+        return self.take_bytes(2 * num_values).view(torch.bfloat16)
+
+    def take_bytes(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], aligned to 64."""
         if self._chunk is None or self._used + num_bytes > len(self._chunk):
             self._chunk = _huge_pages(max(CHUNK_BYTES, num_bytes))
             self._used = 0
-        taken = self._chunk[self._used : self._used + num_values * 2].view(torch.bfloat16)
-        self._used += num_bytes
+        taken = self._chunk[self._used : self._used + num_bytes]
+        self._used += align(num_bytes)
         return taken
 
 
@@ -39,6 +50,22 @@ def _huge_pages(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def packed_bytes(library: ctypes.CDLL, num_outputs: int, num_inputs: int, *, gated: bool = False) -> int:
+    return 2 * int(library.packed_size(num_outputs, num_inputs, gated))
+
+
+def pack_rows(library: ctypes.CDLL, to: Tensor, rows_NK: Tensor, first: int, *, gated: bool = False) -> None:
+    """Pack outputs [first, first + N) of a matrix whose packed form begins at `to` (uint8). `first` is a multiple of
+    PANEL_OUTPUTS, and so is N but for the last outputs. A gated matrix is given as N / 2 gates and then their ups.
+    """
+    assert first % PANEL_OUTPUTS == 0
+    num_outputs, num_inputs = rows_NK.shape
+    rows_NK = rows_NK.contiguous()
+    at = packed_bytes(library, first, num_inputs, gated=gated) if first else 0
+    assert at + packed_bytes(library, num_outputs, num_inputs, gated=gated) <= len(to)
+    library.pack(to.data_ptr() + at, rows_NK.data_ptr(), num_outputs, num_inputs, gated)
 
 
 class Packed:

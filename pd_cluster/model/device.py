@@ -164,7 +164,7 @@ class DeviceMoe(Moe):
             logits_TE,
             self.gate.bias_E,
             mix_T,
-            Slots(self.choice.slots_EC, self.choice.num_copies_E),
+            Slots(self.choice.slots_EC, self.choice.thresholds_EC),
             self._rule,
             self.load_E if counts_here else self._uncounted_E,
         )

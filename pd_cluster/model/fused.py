@@ -20,12 +20,13 @@ from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.kernels.paged import GqaPages, MlaPages
 from pd_cluster.model.batch import Batch, KvHeads, Span, build_segments
 from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig
+from pd_cluster.model.expert_arena import ExpertArena, PackedForm
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.gqa import Gqa
 from pd_cluster.model.linear import RowLinear, Vocabulary
 from pd_cluster.model.mla import Mla, PrefillForm, absorbing_is_cheaper
 from pd_cluster.model.mlp import DenseMlp
-from pd_cluster.model.moe import ExpertSlots, Moe, token_mix
+from pd_cluster.model.moe import Moe, token_mix
 from pd_cluster.model.norm import RmsNorm
 from pd_cluster.model.rope import Angles, Rope
 from pd_cluster.model.sampler import Highest
@@ -241,16 +242,20 @@ class FusedGate:
 
 
 class FusedExperts:
-    """Called as `ExpertSlots` is."""
+    """Called as `ExpertSlots` is: one layer of an arena of packed experts."""
 
-    def __init__(self, library: ctypes.CDLL, memory: WeightMemory, plain: ExpertSlots) -> None:
-        self.num_slots = len(plain.gate_up_SNH)
-        self.gate_up = Packed(library, memory, plain.gate_up_SNH, gated=True)
-        self.down = Packed(library, memory, plain.down_SHI)
+    def __init__(self, library: ctypes.CDLL, form: PackedForm, arena: ExpertArena, layer: int) -> None:
+        self.num_slots = arena.num_slots
+        self.slot_bytes = form.num_bytes
+        self._arena = arena  # whose memory the kernels read
         self._counts = ctypes.c_int64 * self.num_slots
         self._call = library.experts_layer
+        first, stride = arena.base_address + arena.offset(layer, 0), arena.stride // 2
         self.struct = native.ExpertsLayer(
-            self.gate_up.struct(), self.down.struct(), self.gate_up.stride, self.down.stride
+            native.Linear(first, None, 2 * form.size, form.hidden, True),
+            native.Linear(first + form.down_at, None, form.hidden, form.size, False),
+            stride,
+            stride,
         )
 
     def __call__(self, arrived: Arrived) -> Tensor:
@@ -273,29 +278,28 @@ class FusedExperts:
 
 class FusedMoe:
     """A layer of experts and the norm before it, added to the hidden states: one call where every expert lives on this
-    rank alone and has one slot, else the steps of `Moe` with fused parts.
+    rank alone and can have but one slot, else the steps of `Moe` with fused parts.
     """
 
     def __init__(self, library: ctypes.CDLL, memory: WeightMemory, norm: RmsNorm, moe: Moe) -> None:
         gate = FusedGate(library, cast(Gate, moe.gate))
-        slots = {rank: FusedExperts(library, memory, cast(ExpertSlots, plain)) for rank, plain in moe.experts.items()}
         shared = FusedMlp(library, memory, None, moe.shared) if isinstance(moe.shared, DenseMlp) else None
-        moe.gate, moe.experts, moe.shared = gate, slots, shared
+        moe.gate, moe.shared = gate, shared
         self.moe = moe
         self._kept_norm = norm
         self._norm = _norm(norm)
         self._library = library
         self._struct: native.MoeLayer | None = None
-        if moe.dispatcher.replicated and moe.tp is None and moe.choice.single:
-            (experts,) = slots.values()
-            self._slot_of_expert = moe.choice.slots_EC[:, 0].contiguous()
+        if moe.dispatcher.replicated and moe.tp is None and moe.choice.slots_EC.shape[1] == 1:
+            (experts,) = moe.experts.values()
+            assert isinstance(experts, FusedExperts)
             self._struct = native.MoeLayer(
                 norm=self._norm,
                 gate=gate.struct,
                 experts=experts.struct,
                 shared=native.MlpLayer() if shared is None else shared.struct,
                 num_slots=experts.num_slots,
-                slot_of_expert=self._slot_of_expert.data_ptr(),
+                slot_of_expert=moe.choice.slots_EC.data_ptr(),
                 load=moe.load_E.data_ptr(),
             )
 

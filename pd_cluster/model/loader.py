@@ -4,29 +4,34 @@ A rank reads only its heads, its run of the intermediate values and of the vocab
 that it holds.
 """
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from pd_cluster.errors import ConfigError
+from pd_cluster.ids import Rank
 from pd_cluster.kernels.packed import WeightMemory
 from pd_cluster.model.batch import MLA_HEADS, KvHeads
-from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig
-from pd_cluster.model.fused import FusedLayer, FusedTransformer, kernels_for
+from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig
+from pd_cluster.model.expert_arena import ExpertArena, PackedForm, PlainForm
+from pd_cluster.model.expert_store import Experts, ExpertStore
+from pd_cluster.model.fused import FusedExperts, FusedLayer, FusedTransformer, kernels_for
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.gqa import Gqa, kv_heads, query_heads
 from pd_cluster.model.linear import Linear, RowLinear, Vocabulary
 from pd_cluster.model.mla import LATENT_NORM_EPS, Mla, mla_heads
 from pd_cluster.model.mlp import DenseMlp
-from pd_cluster.model.moe import ExpertSlots, Moe, SlotChoice
+from pd_cluster.model.moe import ExpertSlots, Moe, SlotMap
 from pd_cluster.model.norm import RmsNorm
 from pd_cluster.model.rope import Rope
 from pd_cluster.model.transformer import Layer, Transformer
 from pd_cluster.model.weights import WeightSource
-from pd_cluster.parallel.dispatch import Dispatcher
+from pd_cluster.parallel.dispatch import Arrived, Dispatcher
 from pd_cluster.parallel.groups import Groups, share
 from pd_cluster.parallel.placement import Placement
+from pd_cluster.parallel.slot_table import SlotTable, max_copies, slot_tables
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers of the model)."""
@@ -42,14 +47,16 @@ def load_transformer(
     dispatcher: Dispatcher | None = None,
     device: torch.device | None = None,
     progress: Progress | None = None,
+    without_experts: bool = False,
 ) -> Transformer:
     """Read one rank's part of the model.
 
-    A model with experts needs `placement` and `dispatcher`, whose `ranks` say whose experts are read. Raises
-    ConfigError when tensor parallelism does not divide the heads or the dense intermediate size, ModelError from the
-    source.
+    A model with experts needs `placement` and `dispatcher`, whose `ranks` say whose experts are read;
+    `without_experts` leaves all slots empty, for a rank that is given its experts later. Raises ConfigError when tensor
+    parallelism does not divide the heads or the dense intermediate size, ModelError from the source.
     """
     loader = _Loader(source, config, dtype, groups, device or torch.device("cpu"))
+    loader.without_experts = without_experts
     return loader.transformer(placement, dispatcher, progress)
 
 
@@ -64,6 +71,7 @@ class _Loader:
         self.dtype = dtype
         self.groups = groups
         self.device = device
+        self.without_experts = False
         self.rope = Rope(config.rope, device)
         if config.intermediate_size % groups.tp_size and len(config.moe_layers) < config.num_layers:
             raise ConfigError(
@@ -82,13 +90,26 @@ class _Loader:
         heads = kv_heads_of(config, self.groups.tp_rank, self.groups.tp_size)
         library = kernels_for(config, self.dtype, self.device, self.groups.tp_size)
         memory = WeightMemory()
+        experts: Experts | None = None
+        tables: list[SlotTable] = []
+        if config.moe_layers:
+            assert placement is not None, "a model with experts needs a placement"
+            assert dispatcher is not None, "a model with experts needs a dispatcher"
+            experts = self.experts(library, memory, placement, dispatcher)
+            tables = slot_tables(placement, max_copies(placement))
         layers: list[Layer | FusedLayer] = []
         for index in range(config.num_layers):
             prefix = f"model.layers.{index}."
             if index in config.moe_layers:
-                assert placement is not None, "a model with experts needs a placement"
-                assert dispatcher is not None, "a model with experts needs a dispatcher"
-                mlp: DenseMlp | Moe = self.moe(prefix, config.moe_layers.index(index), placement, dispatcher)
+                assert placement is not None
+                assert dispatcher is not None
+                assert experts is not None
+                moe_layer = config.moe_layers.index(index)
+                if not self.without_experts:
+                    for rank, arena in experts.arenas.items():
+                        experts.store.load_layer(arena, moe_layer, placement, rank)
+                slots = {rank: self.slots(library, arena, moe_layer) for rank, arena in experts.arenas.items()}
+                mlp: DenseMlp | Moe = self.moe(prefix, moe_layer, tables[moe_layer], slots, dispatcher)
             else:
                 mlp = self.dense_mlp(f"{prefix}mlp.", config.intermediate_size, cut=True)
             attention = self.mla(prefix) if isinstance(config.attention, MlaConfig) else self.gqa(prefix)
@@ -103,13 +124,15 @@ class _Loader:
                 progress(index + 1, config.num_layers)
         norm = self.norm("model.norm.weight")
         if library is not None:
-            return FusedTransformer(library, memory, config, heads, vocabulary, layers, norm, self.rope)
-        plain = Transformer(config, heads, vocabulary, layers, norm, self.rope)
-        if self.device.type != "cuda":
-            return plain
-        from pd_cluster.model.device import DeviceTransformer
+            model: Transformer = FusedTransformer(library, memory, config, heads, vocabulary, layers, norm, self.rope)
+        else:
+            model = Transformer(config, heads, vocabulary, layers, norm, self.rope)
+        if self.device.type == "cuda":
+            from pd_cluster.model.device import DeviceTransformer
 
-        return DeviceTransformer(plain)
+            model = DeviceTransformer(model)
+        model.experts = experts
+        return model
 
     def norm(self, name: str, size: int | None = None, eps: float | None = None) -> RmsNorm:
         weight = self.read(name, (size or self.config.hidden_size,))
@@ -203,7 +226,14 @@ class _Loader:
             config.softmax_scale or q_dim**-0.5,
         )
 
-    def moe(self, prefix: str, moe_layer: int, placement: Placement, dispatcher: Dispatcher) -> Moe:
+    def moe(
+        self,
+        prefix: str,
+        moe_layer: int,
+        table: SlotTable,
+        slots: Mapping[Rank, Callable[[Arrived], Tensor]],
+        dispatcher: Dispatcher,
+    ) -> Moe:
         config, moe = self.config, self.config.moe
         assert moe is not None
         prefix += "block_sparse_moe." if moe.gate == "mixtral" else "mlp."
@@ -219,25 +249,42 @@ class _Loader:
         return Moe(
             moe_layer,
             Gate(moe, weight.to(self.device), None if bias is None else bias.to(self.device)),
-            SlotChoice(placement, moe_layer, self.device),
-            {rank: self.experts(prefix, moe, placement.rank_slots(moe_layer, rank)) for rank in dispatcher.ranks},
+            SlotMap(table, self.device),
+            slots,
             shared,
             dispatcher,
             self.groups.tp,
         )
 
-    def experts(self, prefix: str, moe: MoeConfig, slots: Sequence[int | None]) -> ExpertSlots:
-        hidden, size = self.config.hidden_size, moe.intermediate_size
-        names = ("w1", "w3", "w2") if moe.gate == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        gate_up = torch.zeros((len(slots), 2 * size, hidden), dtype=self.dtype, device=self.device)
-        down = torch.zeros((len(slots), hidden, size), dtype=self.dtype, device=self.device)
-        for slot, expert in enumerate(slots):
-            if expert is not None:
-                gate_name, up_name, down_name = (f"{prefix}experts.{expert}.{name}.weight" for name in names)
-                gate_up[slot, :size] = self.read(gate_name, (size, hidden))
-                gate_up[slot, size:] = self.read(up_name, (size, hidden))
-                down[slot] = self.read(down_name, (hidden, size))
-        return ExpertSlots(gate_up, down)
+    def experts(
+        self, library: ctypes.CDLL | None, memory: WeightMemory, placement: Placement, dispatcher: Dispatcher
+    ) -> Experts:
+        """Room for the experts of every rank in this process; empty."""
+        config, moe = self.config, self.config.moe
+        assert moe is not None
+
+        def take(num_bytes: int) -> Tensor:
+            if self.device.type == "cpu":
+                return memory.take_bytes(num_bytes)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+        form: PackedForm | PlainForm
+        if library is not None:
+            form = PackedForm(library, config.hidden_size, moe.intermediate_size)
+        else:
+            form = PlainForm(config.hidden_size, moe.intermediate_size, self.dtype)
+        arenas = {
+            rank: ExpertArena(form, config.num_moe_layers, placement.slots_per_rank, take) for rank in dispatcher.ranks
+        }
+        return Experts(ExpertStore(self.source, config, self.dtype, form), arenas)
+
+    def slots(self, library: ctypes.CDLL | None, arena: ExpertArena, layer: int) -> Callable[[Arrived], Tensor]:
+        form = arena.form
+        if isinstance(form, PackedForm):
+            assert library is not None
+            return FusedExperts(library, form, arena, layer)
+        assert isinstance(form, PlainForm)
+        return ExpertSlots(form.gate_up(arena.layer(layer)), form.down(arena.layer(layer)))
 
 
 def kv_heads_of(config: ModelConfig, tp_rank: int, tp_size: int) -> KvHeads:

@@ -6,7 +6,7 @@ all tokens and the ranks add up. The shared expert, whole on every rank, always 
 """
 
 # T tokens, K experts per token, H hidden size, I intermediate size, R rows, P pairs (row, slot), E experts,
-# S slots of a rank
+# S slots of a rank, C copies of an expert
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -21,27 +21,34 @@ from pd_cluster.model.mlp import gated
 from pd_cluster.parallel.dispatch import Arrived, Dispatcher
 from pd_cluster.parallel.groups import Group, share, share_counts
 from pd_cluster.parallel.pack import sum_rows
-from pd_cluster.parallel.placement import Placement
+from pd_cluster.parallel.replicas import HASH_BITS
+from pd_cluster.parallel.slot_table import SlotTable
 
 
-class SlotChoice:
-    """From logical experts to physical slots; which of the copies depends on the token and its position alone."""
+class SlotMap:
+    """From logical experts to physical slots, at fixed addresses; which of the copies depends on the token and its
+    position alone, by `replicas.choose`.
+    """
 
-    def __init__(self, placement: Placement, layer: int, device: torch.device) -> None:
-        copies = placement.copies(layer)
-        most = max(len(slots) for slots in copies)
-        padded = [[*slots, *slots[:1] * (most - len(slots))] for slots in copies]
-        self.slots_EC = torch.tensor(padded, dtype=torch.int64, device=device)
-        self.num_copies_E = torch.tensor([len(slots) for slots in copies], dtype=torch.int64, device=device)
-        self.single = most == 1
+    def __init__(self, table: SlotTable, device: torch.device) -> None:
+        self.slots_EC = torch.from_numpy(table.slots_EC.copy()).to(device)
+        self.thresholds_EC = torch.from_numpy(table.thresholds_EC.copy()).to(device)
+        self.width = table.width
+
+    def set(self, table: SlotTable) -> None:
+        """Another placement from now on; between two steps, on the thread that launches them."""
+        self.slots_EC.copy_(torch.from_numpy(table.slots_EC))
+        self.thresholds_EC.copy_(torch.from_numpy(table.thresholds_EC))
+        self.width = table.width
 
     def __call__(self, experts_TK: Tensor, mix_T: Tensor) -> Tensor:
         """int64 [T, K] slots. `mix_T` is `token_mix` of the tokens."""
-        if self.single:
-            return self.slots_EC[experts_TK, 0]
+        if self.width == 1:
+            return self.slots_EC[:, 0][experts_TK]
         mixed = (mix_T.unsqueeze(1) + experts_TK * 0x9E3779B1) & 0x7FFFFFFF
-        mixed = (mixed * 0x85EBCA6B & 0x7FFFFFFF) >> 15
-        return self.slots_EC[experts_TK, mixed % self.num_copies_E[experts_TK]]
+        hashed = (mixed * 0x85EBCA6B & 0x7FFFFFFF) >> (31 - HASH_BITS)
+        copies = (hashed.unsqueeze(2) >= self.thresholds_EC[:, : self.width][experts_TK]).sum(2)
+        return self.slots_EC[experts_TK, copies]
 
 
 def token_mix(token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -50,8 +57,8 @@ def token_mix(token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
 
 
 class ExpertSlots:
-    """One rank's experts of one layer: `gate_up_SNH` [S, 2 I, H] and `down_SHI` [S, H, I]; an empty slot is never
-    chosen.
+    """One rank's experts of one layer: `gate_up_SNH` [S, 2 I, H] and `down_SHI` [S, H, I], each slot contiguous; an
+    empty slot is never chosen.
     """
 
     def __init__(self, gate_up_SNH: Tensor, down_SHI: Tensor) -> None:
@@ -91,7 +98,7 @@ class Moe:
         self,
         layer: int,
         gate: Router,
-        choice: SlotChoice,
+        choice: SlotMap,
         experts: Mapping[Rank, Callable[[Arrived], Tensor]],
         shared: Callable[[Tensor], Tensor] | None,
         dispatcher: Dispatcher,

@@ -14,6 +14,7 @@ from torch import Tensor
 from pd_cluster.kernels.paged import GqaPages, MlaPages
 from pd_cluster.model.batch import Batch, KvHeads, Span, build_batch
 from pd_cluster.model.config import ModelConfig
+from pd_cluster.model.expert_store import Experts
 from pd_cluster.model.gqa import Gqa
 from pd_cluster.model.linear import Vocabulary
 from pd_cluster.model.mla import Mla
@@ -58,6 +59,8 @@ class Transformer:
         self.layers = layers
         self.norm = norm
         self.rope = rope
+        self.experts: Experts | None = None
+        """Where this process's experts are and come from; None for a model without."""
 
     def batch(self, spans: Sequence[Span], device: torch.device) -> Batch:
         """A step's batch as this model's kernels want it."""

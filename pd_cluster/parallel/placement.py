@@ -72,11 +72,14 @@ class Placement(Struct, frozen=True, kw_only=True):
         return result
 
 
-def spread(num_experts: int, num_ranks: int, num_layers: int, redundant: int = 0) -> Placement:
+def spread(
+    num_experts: int, num_ranks: int, num_layers: int, redundant: int = 0, slots_per_rank: int | None = None
+) -> Placement:
     """Experts contiguously over ranks, sizes differing by at most one; `redundant` further copies follow round-robin.
 
     With redundancy the copies of expert 0, 1, ... go to the emptiest ranks, never twice to one rank while another has
-    room.
+    room. `slots_per_rank`: what a rank has memory for, default as many as are used; further ones stay empty. Raises
+    ConfigError when that is too few.
     """
     if num_experts < 1 or num_ranks < 1:
         raise ConfigError(f"a placement needs experts and ranks, got {num_experts} and {num_ranks}")
@@ -88,7 +91,13 @@ def spread(num_experts: int, num_ranks: int, num_layers: int, redundant: int = 0
         expert = ExpertId(copy % num_experts)
         rank = min(range(num_ranks), key=lambda r: (expert in held[r], len(held[r]), r))
         held[rank].append(expert)
-    per_rank = max(len(h) for h in held)
+    needed = max(len(h) for h in held)
+    per_rank = needed if slots_per_rank is None else slots_per_rank
+    if per_rank < needed:
+        raise ConfigError(
+            f"expert_slots_per_rank must be at least {needed} for {num_experts} experts and {redundant} redundant "
+            f"copies on {num_ranks} ranks, got {per_rank}"
+        )
     slots: list[ExpertId | None] = []
     for experts in held:
         slots += [*experts, *([None] * (per_rank - len(experts)))]

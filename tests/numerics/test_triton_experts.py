@@ -9,8 +9,9 @@ from pd_cluster.kernels.gpu.gate import GateRule, Slots
 from pd_cluster.kernels.gpu.launch import INTERPRETED
 from pd_cluster.model.config import MoeConfig
 from pd_cluster.model.gate import Gate
-from pd_cluster.model.moe import SlotChoice, token_mix
+from pd_cluster.model.moe import SlotMap, token_mix
 from pd_cluster.parallel.placement import spread
+from pd_cluster.parallel.slot_table import max_copies, slot_table
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -44,12 +45,13 @@ def test_the_gate_equals_the_models(kind: str, num_experts: int) -> None:
         norm_topk_prob=rule.normalises,
         routed_scaling_factor=rule.scale,
     )
-    choice = SlotChoice(spread(num_experts, 4, 1, redundant=7), 0, DEVICE)
+    placement = spread(num_experts, 4, 1, redundant=7)
+    choice = SlotMap(slot_table(placement, 0, max_copies(placement)), DEVICE)
     ids, positions = torch.arange(9, device=DEVICE) * 11, torch.arange(9, device=DEVICE) + 3
     mix = token_mix(ids, positions)
     with_padding = mix.clone()
     with_padding[7:] = -1
-    slots = Slots(choice.slots_EC, choice.num_copies_E)
+    slots = Slots(choice.slots_EC, choice.thresholds_EC)
     load, expected_load = (torch.ones(num_experts, dtype=torch.int64, device=DEVICE) for _ in range(2))
     logits = hidden @ weight.T
     experts, chosen_slots, weights = gate.gate(logits, bias, with_padding, slots, rule, load)
@@ -67,7 +69,7 @@ def test_the_gate_equals_the_models(kind: str, num_experts: int) -> None:
 
 def test_negative_biased_scores_win_over_masked_groups() -> None:
     logits, bias = random(5, 16), torch.full((16,), -3.0, device=DEVICE)
-    slots = Slots(torch.arange(16, device=DEVICE).view(16, 1), torch.ones(16, dtype=torch.int64, device=DEVICE))
+    slots = Slots(torch.arange(16, device=DEVICE).view(16, 1), torch.full((16, 1), 1 << 16, device=DEVICE))
     rule = GateRule(4, True, 4, 1, 2, True)
     load = torch.zeros(16, dtype=torch.int64, device=DEVICE)
     mix = torch.zeros(5, dtype=torch.int64, device=DEVICE)
@@ -78,7 +80,7 @@ def test_negative_biased_scores_win_over_masked_groups() -> None:
 def test_a_gate_without_tokens_is_no_work() -> None:
     load = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    slots = Slots(none.view(0, 1), none)
+    slots = Slots(none.view(0, 1), none.view(0, 1))
     experts, _, _ = gate.gate(random(0, 4), None, none, slots, GateRule(2), load)
     assert experts.shape == (0, 2)
 
@@ -127,7 +129,7 @@ COUNTS = [[3, 0, 17, 1], [0, 0, 0, 0], [40, 0, 0, 0], [0, 0, 0, 2]]
 @DTYPES
 def test_grouped_products(counts: list[int], dtype: torch.dtype) -> None:
     K, N, P = 50, 37, 40
-    x, weight = random(P, K, dtype=dtype), random(4, N, K, dtype=dtype, seed=2)
+    x, weight = random(P, K, dtype=dtype), random(4, N * K + 14, dtype=dtype, seed=2)[:, : N * K].unflatten(1, (N, K))
     on_device = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     result = grouped_gemm.grouped_gemm(x, weight, on_device, P)[: sum(counts)]
     expected = grouped_gemm.grouped_gemm_reference(x, weight, counts)

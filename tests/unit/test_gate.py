@@ -4,8 +4,10 @@ import torch
 
 from pd_cluster.model.config import MoeConfig
 from pd_cluster.model.gate import Gate
-from pd_cluster.model.moe import SlotChoice, token_mix
+from pd_cluster.model.moe import SlotMap, token_mix
 from pd_cluster.parallel.placement import spread
+from pd_cluster.parallel.replicas import choose
+from pd_cluster.parallel.slot_table import max_copies, slot_table
 
 
 def gate_of(logits: list[float], bias: list[float] | None = None, **config: object) -> tuple[list[int], list[float]]:
@@ -124,7 +126,7 @@ def test_bfloat16_rows_are_scored_in_float32() -> None:
 
 def test_copies_are_chosen_by_token_and_position_not_by_batch() -> None:
     placement = spread(4, 4, num_layers=1, redundant=4)
-    choice = SlotChoice(placement, 0, torch.device("cpu"))
+    choice = SlotMap(slot_table(placement, 0, max_copies(placement)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     tokens, positions = torch.randint(0, 1000, (2, 400), generator=generator)
     experts_TK = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(400)])
@@ -134,6 +136,8 @@ def test_copies_are_chosen_by_token_and_position_not_by_batch() -> None:
     order = torch.randperm(400, generator=generator)[:37]
     again = choice(experts_TK[order], token_mix(tokens[order], positions[order]))
     assert torch.equal(again, slots[order])
+    mixes, table = token_mix(tokens, positions).numpy(), choice.thresholds_EC.numpy()
+    assert choice.slots_EC[experts_TK, torch.from_numpy(choose(experts_TK.numpy(), mixes, table))].equal(slots)
     counts = torch.bincount(slots.reshape(-1), minlength=8)
     assert counts.min() > 60  # of 100: both copies work
     assert counts.sum() == 800

@@ -33,15 +33,15 @@ class GateRule(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the copies of a layer's experts are, as `model.moe.SlotChoice` has it: slots [E, C], copies [E], int64."""
+    """Where the copies of a layer's experts are, as `model.moe.SlotMap` has it: slots and thresholds [E, C], int64."""
 
     slots_EC: Tensor
-    num_copies_E: Tensor
+    thresholds_EC: Tensor
 
 
 @triton.jit
 def _gate(
-    logits, bias, mix, slots, num_copies, expert_out, slot_out, weight_out, load, scale,
+    logits, bias, mix, slots, thresholds, expert_out, slot_out, weight_out, load, scale,
     E: tl.constexpr, K: tl.constexpr, C: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr,
     KEPT_GROUPS: tl.constexpr, BEST: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
     NORMALISES: tl.constexpr, BK: tl.constexpr,
@@ -90,10 +90,12 @@ def _gate(
         weight_K = weight_K / (tl.sum(weight_K) + 1e-20)
     weight_K = weight_K * scale
     write = k < K
-    copies_K = tl.load(num_copies + chosen_K, mask=write, other=1)
     mixed_K = (token_mix + chosen_K * 0x9E3779B1) & 0x7FFFFFFF
-    mixed_K = ((mixed_K * 0x85EBCA6B) & 0x7FFFFFFF) >> 15
-    slot_K = tl.load(slots + chosen_K * C + mixed_K % copies_K, mask=write, other=0)
+    hashed_K = ((mixed_K * 0x85EBCA6B) & 0x7FFFFFFF) >> 15
+    copy_K = tl.zeros([BK], tl.int64)
+    for c in range(C - 1):  # the last copy's threshold is out of reach
+        copy_K += (hashed_K >= tl.load(thresholds + chosen_K * C + c, mask=write, other=0)).to(tl.int64)
+    slot_K = tl.load(slots + chosen_K * C + tl.where(write, copy_K, 0), mask=write, other=0)
     tl.store(expert_out + t * K + k, chosen_K, mask=write)
     tl.store(slot_out + t * K + k, tl.where(k < num_counted, slot_K, -1), mask=write)
     tl.store(weight_out + t * K + k, weight_K, mask=write)
@@ -119,7 +121,7 @@ def gate(
         launch(
             _gate,
             (T,),
-            *(logits_TE, logits_TE if bias_E is None else bias_E, mix_T, slots.slots_EC, slots.num_copies_E),
+            *(logits_TE, logits_TE if bias_E is None else bias_E, mix_T, slots.slots_EC, slots.thresholds_EC),
             *(experts_TK, slots_TK, weights_TK, load_E, rule.scale),
             E=E, K=K, C=slots.slots_EC.shape[1], G=G, BG=power_of_two(G), BP=power_of_two(E // G),
             KEPT_GROUPS=rule.topk_groups, BEST=rule.best_of_group, SIGMOID=rule.sigmoid, BIASED=bias_E is not None,
@@ -147,8 +149,8 @@ def gate_reference(
     if rule.normalises:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     mixed_TK = (mix_T.unsqueeze(1) + experts_TK * 0x9E3779B1) & 0x7FFFFFFF
-    mixed_TK = (mixed_TK * 0x85EBCA6B & 0x7FFFFFFF) >> 15
-    slots_TK = slots.slots_EC[experts_TK, mixed_TK % slots.num_copies_E[experts_TK]]
+    hashed_TK = (mixed_TK * 0x85EBCA6B & 0x7FFFFFFF) >> 15
+    slots_TK = slots.slots_EC[experts_TK, (hashed_TK.unsqueeze(2) >= slots.thresholds_EC[experts_TK]).sum(2)]
     padding_T = mix_T < 0
     load_E += torch.bincount(experts_TK[~padding_T].reshape(-1), minlength=E)
     return experts_TK, slots_TK.masked_fill(padding_T.unsqueeze(1), -1), weights_TK * rule.scale

@@ -37,7 +37,7 @@ def _find(counts, block, M: tl.constexpr, S: tl.constexpr, BS: tl.constexpr):
 
 @triton.jit
 def _gemm(
-    x, weight, counts, rows, out, divisor, x_stride,
+    x, weight, counts, rows, out, divisor, x_stride, slot_stride,
     N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def _gemm(
     if INDEXED:
         row_M = tl.load(rows + m, mask=m < end, other=0).to(tl.int64) // divisor
     x_at = x + row_M[:, None] * x_stride + k[None, :]
-    w_at = weight + (slot.to(tl.int64) * N + n)[None, :] * K + k[:, None]
+    w_at = weight + slot.to(tl.int64) * slot_stride + n[None, :] * K + k[:, None]
     is_row = (m < end)[:, None]
     is_out = (n < N)[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
@@ -124,7 +124,8 @@ def _num_blocks(num_rows: int, num_slots: int, rows_of_tile: int) -> int:
 def grouped_gemm(
     x_RK: Tensor, weight_SNK: Tensor, counts_S: Tensor, num_rows: int, rows_P: Tensor | None = None, divisor: int = 1
 ) -> Tensor:
-    """[P, N]: row p of x against its slot's weight. `counts_S` int32: rows of each slot, in their order.
+    """[P, N]: row p of x against its slot's weight. `counts_S` int32: rows of each slot, in their order. Slots may lie
+    apart, each is contiguous.
 
     With `rows_P`, row p is row `rows_P[p] // divisor` of x. Rows behind the sum of the counts are not written.
     `num_rows` is P, or a bound.
@@ -132,7 +133,7 @@ def grouped_gemm(
     S, N, K = weight_SNK.shape
     out = x_RK.new_empty((num_rows, N))
     assert x_RK.stride(1) == 1
-    assert weight_SNK.is_contiguous()
+    assert weight_SNK.stride()[1:] == (K, 1)
     if num_rows:
         wide = x_RK.element_size() > 2
         M = 16 if wide else _rows_of_tile(num_rows, S)
@@ -140,7 +141,8 @@ def grouped_gemm(
         launch(
             _gemm,
             (-(-N // columns), _num_blocks(num_rows, S, M)),
-            *(x_RK, weight_SNK, counts_S, counts_S if rows_P is None else rows_P, out, divisor, x_RK.stride(0)),
+            *(x_RK, weight_SNK, counts_S, counts_S if rows_P is None else rows_P, out, divisor),
+            *(x_RK.stride(0), weight_SNK.stride(0)),
             N=N, K=K, S=S, BS=power_of_two(S), BM=M, BN=columns, BK=inputs, INDEXED=rows_P is not None,
             PRECISION=precision(x_RK.dtype), num_warps=8 if M >= 128 else 4, num_stages=3,
         )  # fmt: skip
