@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from pd_cluster.cpus import CpuSets, parse_sets
+from pd_cluster.devices import DeviceChoice
 from pd_cluster.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -24,8 +25,8 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class KvSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 64  # tokens; prefill and decode may override it
     num_blocks: int | None = None  # for each rank; defaults from measured free memory
-    memory_fraction: float = 0.5  # of what is free on this host after loading, shared by its ranks
-    max_bytes: int = 2 << 30  # an upper bound for each rank when measured
+    memory_fraction: float | None = None  # of what is free on the host or GPU after loading; 0.5, and 0.9 on GPUs
+    max_bytes: int | None = None  # an upper bound for each rank when measured; 2 GiB, and none on GPUs
     prefix_cache: bool = True
     verify: bool = False  # checksum every transfer
     lease_s: float = 30.0
@@ -47,6 +48,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     block_size: int | None = None
     num_blocks: int | None = None
     threads: int = 1  # torch threads of each rank
+    device: DeviceChoice = "auto"  # a GPU for each rank where there is one
     cpus: CpuSets | None = None  # where its ranks run: "0-3", or a list with one such set for each rank in turn
 
 
@@ -207,5 +209,5 @@ def _validate(config: ClusterConfig) -> None:
         port = getattr(config.router, key)
         if port is not None and not 0 <= port <= 65535:
             raise ConfigError(f"router.{key} must be between 0 (a free one) and 65535, got {port}")
-    if not 0 < config.kv.memory_fraction < 1:
+    if config.kv.memory_fraction is not None and not 0 < config.kv.memory_fraction < 1:
         raise ConfigError(f"kv.memory_fraction must be between 0 and 1, got {config.kv.memory_fraction}")

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from pd_cluster.config import ClusterConfig
+from pd_cluster.devices import GpuHolder, deal_gpus, device_name, visible_gpus
 from pd_cluster.errors import PdClusterError, TransferFailed
 from pd_cluster.ids import EngineEpoch, Rank, TransferId, new_epoch
 
@@ -63,15 +64,44 @@ def cores_and_memory(config: ClusterConfig) -> tuple[Status, str, str]:
     return "ok", detail, ""
 
 
-def gpus(_: ClusterConfig) -> tuple[Status, str, str]:
+def gpus(config: ClusterConfig) -> tuple[Status, str, str]:
+    """What there is, and which rank would compute where."""
     import torch
 
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return "ok", f"{len(names)} x {names[0]}; ranks do not use them yet", ""
-    if shutil.which("nvidia-smi") is None:
+    names = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    shown = visible_gpus()
+    status, detail, advice = gpu_plan(config, names, shown)
+    if not names and (shown or shutil.which("nvidia-smi")):
+        what = f"the driver shows {len(shown)}" if shown else "the machine has NVIDIA tools"
+        return (
+            ("warn" if status == "ok" else status),
+            f"{what}, but this torch sees none",
+            "install a CUDA build of torch",
+        )
+    return status, detail, advice
+
+
+def gpu_plan(config: ClusterConfig, names: list[str], shown: list[str]) -> tuple[Status, str, str]:
+    """`names`: of the GPUs that torch sees; `shown`: of those, how the driver names them."""
+    from pd_cluster.launch.roles import engine_shapes
+
+    shapes = engine_shapes(config)
+    sections = {shape.engine_id: config.prefill if shape.role == "prefill" else config.decode for shape in shapes}
+    ranks = [
+        GpuHolder(shape.engine_id, sections[shape.engine_id].device) for shape in shapes for _ in range(shape.num_ranks)
+    ]
+    if not names:
+        for rank in ranks:
+            device_name(rank.choice, 0, "prefill" if rank.engine.startswith("prefill") else "decode")
         return "ok", "none: everything runs on the CPU", ""
-    return "warn", "the machine has NVIDIA tools, but this torch sees no GPU", "install a CUDA build of torch"
+    dealt = deal_gpus(ranks, [], shown[: len(names)])
+    places = [f"{rank.engine} on {'the CPU' if gpu is None else gpu}" for rank, gpu in zip(ranks, dealt, strict=True)]
+    detail = f"{len(names)} x {names[0]}; {', '.join(dict.fromkeys(places))}"
+    if len([gpu for gpu in dealt if gpu]) > len(names):
+        return "warn", detail, "engines share GPUs: fine for a try, slow for measurements"
+    return "ok", detail, ""
 
 
 def nixl(_: ClusterConfig) -> tuple[Status, str, str]:

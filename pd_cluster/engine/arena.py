@@ -10,6 +10,7 @@ from torch import Tensor
 from pd_cluster.kernels.paged import GqaPages, MlaPages
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.request import UNIT_TOKENS
+from pd_cluster.transfer.contract import Arena, Memory
 
 Pages = GqaPages | MlaPages
 
@@ -41,6 +42,18 @@ class KvArena:
     @property
     def base_address(self) -> int:
         return self.bytes.data_ptr()
+
+    @property
+    def registered(self) -> Arena:
+        """What transfers register and address."""
+        memory: Memory = "VRAM" if self.device.type == "cuda" else "DRAM"
+        return Arena(
+            base_address=self.base_address, num_bytes=self.num_bytes, memory=memory, device_id=self.device.index or 0
+        )
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """Some of its bytes: a view of host memory, or a copy of a GPU's."""
+        return self.bytes[offset : offset + num_bytes].cpu().numpy().data
 
     def clear_units(self, units: Tensor) -> None:
         """Zero whole units (int64 indices, over all blocks)."""

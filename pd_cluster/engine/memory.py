@@ -66,7 +66,7 @@ def num_blocks_within(layout: KvLayout, free: int, *, fraction: float, max_bytes
     if num_blocks < 1:
         raise ConfigError(
             f"no KV block of {layout.block_bytes} bytes fits in {max(num_bytes, 0)} bytes "
-            f"({max(free, 0)} free, kv.memory_fraction {fraction:g}, {ranks_on_host} ranks on this host, "
+            f"({max(free, 0)} free, kv.memory_fraction {fraction:g}, {ranks_on_host} ranks share it, "
             f"kv.max_bytes {max_bytes}): lower kv.block_size or free memory"
         )
     return num_blocks

@@ -27,7 +27,7 @@ from pd_cluster.messages import WorkerInfo
 from pd_cluster.model.source import LoadedModel
 from pd_cluster.rpc.security import Security
 from pd_cluster.rpc.server import ControlServer
-from pd_cluster.transfer.checksum import checksum, host_reader
+from pd_cluster.transfer.checksum import checksum
 from pd_cluster.transfer.contract import Arena, Backend, Event, RankEndpoint, SourceRecord, WorkerEndpoint
 from pd_cluster.transfer.plan import written_ranges
 from pd_cluster.transfer.thread import TransferThread
@@ -202,10 +202,6 @@ def _server(
     return ControlServer(handler, info, spec.epoch, host=host, port=spec.control_port, security=security)
 
 
-def _arena(engine: TorchEngine) -> Arena:
-    return Arena(base_address=engine.arena.base_address, num_bytes=engine.arena.num_bytes)
-
-
 def _push_rank(
     spec: RankSpec,
     engine: TorchEngine,
@@ -214,7 +210,7 @@ def _push_rank(
     clock: Clock,
     on_notice: Callable[[RankNotice], None],
 ) -> PushRank:
-    read = host_reader(_arena(engine)) if spec.config.kv.verify else None
+    read = engine.arena.read if spec.config.kv.verify else None
     pushes = Pushes(
         spec.tp_rank,
         [endpoint.layout for endpoint in endpoints],
@@ -233,7 +229,7 @@ def _fill_rank(
 ) -> FillRank:
     if not spec.config.kv.verify:
         return FillRank(spec.epoch, engine.layout, transfers, on_notice, None)
-    read, layout = host_reader(_arena(engine)), engine.layout
+    read, layout = engine.arena.read, engine.layout
 
     def verify(record: SourceRecord, block_ids: list[BlockId]) -> bool:
         ranges = written_ranges(layout, record.head_ids, block_ids, record.first_unit, record.num_units)

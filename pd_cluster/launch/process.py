@@ -12,7 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from pd_cluster import env
+from pd_cluster.devices import GpuHolder, deal_gpus, gpu_variables, ranks_per_gpu, visible_gpus
 from pd_cluster.errors import Unavailable
 from pd_cluster.launch.launcher import RankHandle
 from pd_cluster.launch.spec import RankSpec, encode_spec
@@ -21,8 +24,9 @@ LOG_TAIL_BYTES = 16 << 10
 
 
 class ProcessHandle:
-    def __init__(self, spec: RankSpec, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, spec: RankSpec, process: "subprocess.Popen[bytes]", log: Path, gpu: str | None) -> None:
         self.spec = spec
+        self.gpu = gpu
         self._process = process
         self._log = log
 
@@ -76,10 +80,15 @@ class ProcessLauncher:
         return "127.0.0.1"
 
     def start(self, specs: list[RankSpec]) -> list[RankHandle]:
+        gpus = visible_gpus()
+        held = [GpuHolder(h.spec.engine_id, "auto", h.gpu) for h in self._handles if h.gpu and h.poll() is None]
+        dealt = deal_gpus([GpuHolder(spec.engine_id, spec.section.device) for spec in specs], held, gpus)
         started: list[ProcessHandle] = []
         try:
-            for spec in specs:
-                started.append(self._start(spec))
+            for spec, gpu in zip(specs, dealt, strict=True):
+                share = ranks_per_gpu(spec.ranks_on_host, len(gpus))
+                variables = gpu_variables(gpu, gpus)
+                started.append(self._start(msgspec.structs.replace(spec, ranks_on_gpu=share), gpu, variables))
         except OSError as error:
             for handle in started:
                 handle.kill()
@@ -88,7 +97,7 @@ class ProcessLauncher:
             self._handles += started
         return list(started)
 
-    def _start(self, spec: RankSpec) -> ProcessHandle:
+    def _start(self, spec: RankSpec, gpu: str | None, variables: dict[str, str]) -> ProcessHandle:
         log = self.logs / f"{spec.name}-{spec.epoch}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -97,7 +106,7 @@ class ProcessLauncher:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=os.environ | env.rank_variables(spec.threads, os.environ),
+                env=os.environ | env.rank_variables(spec.threads, os.environ) | variables,
             )
         assert process.stdin is not None
         try:
@@ -105,7 +114,7 @@ class ProcessLauncher:
             process.stdin.flush()
         except BrokenPipeError:
             pass  # it died already: its exit code and log say why
-        return ProcessHandle(spec, process, log)
+        return ProcessHandle(spec, process, log, gpu)
 
     def close(self) -> None:
         for handle in self._handles:

@@ -16,13 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 
 from pd_cluster import log as logs
 from pd_cluster.clock import SystemClock
 from pd_cluster.cpus import bind
+from pd_cluster.devices import CPU_MAX_KV_BYTES, CPU_MEMORY_FRACTION, GPU_MEMORY_FRACTION, device_name, narrow_to_one
 from pd_cluster.engine.loop import EngineThread, follow
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.engine.torch_engine import TorchEngine, build_engine
@@ -35,7 +38,7 @@ from pd_cluster.launch.spec import LEASE_S, RankReport, RankSpec
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.rpc.addresses import join_address
-from pd_cluster.transfer.contract import Arena, Event, RankEndpoint
+from pd_cluster.transfer.contract import Backend, Event, RankEndpoint
 from pd_cluster.transfer.thread import TransferThread
 
 log = logs.get_log(__name__)
@@ -48,6 +51,24 @@ LEASE_CHECK_S = 1.0
 MEET_TIMEOUT_S = 300.0
 
 
+def cpu(_: RankSpec) -> torch.device:
+    return torch.device("cpu")
+
+
+def own_device(spec: RankSpec) -> torch.device:
+    """The GPU of this process, made current, or the CPU. Raises ConfigError."""
+    num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(device_name(spec.section.device, num_seen, "prefill" if spec.role == "prefill" else "decode"))
+    _use_device(device)
+    return device
+
+
+def _use_device(device: torch.device) -> None:
+    """Make `device` the one that this thread, and libraries that it calls, work on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class RankServer:
     """One rank from start to stop, on the running event loop. Several may share a process."""
 
@@ -58,6 +79,7 @@ class RankServer:
         *,
         model: LoadedModel | None = None,
         backend_factory: BackendFactory = nixl_backend,
+        choose_device: Callable[[RankSpec], torch.device] = cpu,
     ) -> None:
         self.spec = spec
         self.part: Part | None = None
@@ -65,6 +87,7 @@ class RankServer:
         self._rendezvous = rendezvous
         self._model = model
         self._backend_factory = backend_factory
+        self._choose_device = choose_device
         self._clock = SystemClock()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
@@ -94,6 +117,7 @@ class RankServer:
             rank=spec.name,
             num_blocks=self.engine.num_blocks,
             kv_bytes=self.engine.arena.num_bytes,
+            device=str(self.engine.arena.device),
             max_model_len=self.engine.max_model_len,
             load_s=round(time.monotonic() - started_s, 2),
         )
@@ -103,8 +127,9 @@ class RankServer:
         model = self._model
         if model is None:
             model = await asyncio.to_thread(open_model, spec.config.model.path, spec.config.model.load)
-        groups = await asyncio.to_thread(self._connect_groups, model)
-        self.engine = engine = await asyncio.to_thread(self._build_engine, model, groups)
+        device = await asyncio.to_thread(self._choose_device, spec)
+        groups = await asyncio.to_thread(self._connect_groups, model, device)
+        self.engine = engine = await asyncio.to_thread(self._build_engine, model, groups, device)
         self._engine_thread = EngineThread(engine)
         self._exits.callback(self._engine_thread.close)
         self._sync = StepSync(
@@ -157,7 +182,7 @@ class RankServer:
 
     # ---- parts of the start
 
-    def _connect_groups(self, model: LoadedModel) -> Groups:
+    def _connect_groups(self, model: LoadedModel, device: torch.device) -> Groups:
         """The ranks to compute with; DP ranks of a model without experts are strangers to each other."""
         spec = self.spec
         shared = model.config.moe is not None
@@ -168,12 +193,14 @@ class RankServer:
             rank=spec.rank if shared else Rank(spec.tp_rank),
             tensor_parallel=spec.tensor_parallel,
             data_parallel=spec.data_parallel if shared else 1,
+            device=device,
             timeout_s=MEET_TIMEOUT_S,
             name=f"{spec.epoch}/groups" if shared else f"{spec.epoch}/groups/{spec.dp_rank}",
         )
 
-    def _build_engine(self, model: LoadedModel, groups: Groups) -> TorchEngine:
+    def _build_engine(self, model: LoadedModel, groups: Groups, device: torch.device) -> TorchEngine:
         config, section = self.spec.config, self.spec.section
+        on_gpu = device.type == "cuda"
         return build_engine(
             model.config,
             model.source,
@@ -183,18 +210,25 @@ class RankServer:
             num_blocks=section.num_blocks or config.kv.num_blocks,
             max_model_len=config.model.max_model_len,
             max_num_batched_tokens=section.max_num_batched_tokens,
-            memory_fraction=config.kv.memory_fraction,
-            kv_max_bytes=config.kv.max_bytes,
-            ranks_on_host=self.spec.ranks_on_host,
+            memory_fraction=config.kv.memory_fraction or (GPU_MEMORY_FRACTION if on_gpu else CPU_MEMORY_FRACTION),
+            kv_max_bytes=config.kv.max_bytes or (sys.maxsize if on_gpu else CPU_MAX_KV_BYTES),
+            ranks_on_host=self.spec.ranks_on_gpu if on_gpu else self.spec.ranks_on_host,
+            device=device,
             redundant_experts=section.redundant_experts,
+            expert_slots_per_rank=section.expert_slots_per_rank,
             eos_token_ids=model.eos_token_ids,
             progress=lambda done, total: self._rendezvous.progress("weights", done, total),
         )
 
     async def _start_transfers(self, engine: TorchEngine) -> tuple[TransferThread, RankEndpoint]:
         loop = asyncio.get_running_loop()
-        arena = Arena(base_address=engine.arena.base_address, num_bytes=engine.arena.num_bytes)
-        backend = await asyncio.to_thread(self._backend_factory, self.spec, engine.layout, arena)
+        use_device = partial(_use_device, engine.arena.device)
+
+        def connect() -> Backend:
+            use_device()
+            return self._backend_factory(self.spec, engine.layout, engine.arena.registered)
+
+        backend = await asyncio.to_thread(connect)
         endpoint = backend.endpoint()
 
         def on_events(events: list[Event]) -> None:
@@ -205,7 +239,7 @@ class RankServer:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._break, EngineError(f"the transfer thread failed: {error!r}"))
 
-        thread = TransferThread(backend, on_events, on_failure, name=f"transfer-{self.spec.name}")
+        thread = TransferThread(backend, on_events, on_failure, name=f"transfer-{self.spec.name}", on_start=use_device)
         thread.start()
         self._exits.push_async_callback(asyncio.to_thread, thread.stop)
         return thread, endpoint
@@ -246,7 +280,7 @@ class RankServer:
 async def serve_rank(spec: RankSpec, stopping: asyncio.Event) -> None:
     """Serve until `stopping`. Raises PdClusterError."""
     rendezvous = await asyncio.to_thread(StoreRendezvous, spec)
-    server = RankServer(spec, rendezvous)
+    server = RankServer(spec, rendezvous, choose_device=own_device)
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stopping.wait())
     try:
         if not await _unless(stopped, server.start()):
@@ -275,7 +309,7 @@ def run_rank(spec: RankSpec, stop: threading.Event) -> None:
     """Serve on a new event loop until `stop` is set; blocks. Raises PdClusterError."""
     if spec.cpus is not None:
         bind(spec.cpus)
-    import torch
+    narrow_to_one(spec.section.device, spec.rank, os.environ)
     import uvloop
 
     torch.set_num_threads(spec.threads)

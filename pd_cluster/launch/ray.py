@@ -25,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pd_cluster import env
+from pd_cluster.devices import gpu_share
 from pd_cluster.errors import ConfigError, PdClusterError, Unavailable
 from pd_cluster.ids import EngineEpoch, EngineId
 from pd_cluster.launch.launcher import RankHandle
@@ -239,15 +240,19 @@ class RayLauncher:
         actors: list[Any] = []
         try:
             share = self._cpu_share(specs)
+            gpu_shares = [_gpu_share(spec, specs) for spec in specs]
             for epoch, engine_id in engines.items():
                 waiting = self._waiting.pop(engine_id, None)
-                groups[epoch] = waiting or _place([spec for spec in specs if spec.epoch == epoch], share)
+                bundles = [bundle(s, share, gpu) for s, gpu in zip(specs, gpu_shares, strict=True) if s.epoch == epoch]
+                role = next(spec.role for spec in specs if spec.epoch == epoch)
+                groups[epoch] = waiting or placement_group(bundles, strategy="PACK" if role == "prefill" else "SPREAD")
             self._wait_placed(groups, engines, len(specs))
             for spec in specs:
                 group = groups[spec.epoch]
                 strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=spec.rank)
-                cpus = group.bundle_specs[spec.rank]["CPU"]
-                options = {"name": f"{spec.name}-{spec.epoch}", "num_cpus": cpus, "max_concurrency": 4}
+                room = group.bundle_specs[spec.rank]
+                options = {"name": f"{spec.name}-{spec.epoch}", "max_concurrency": 4}
+                options |= {"num_cpus": room["CPU"], "num_gpus": room.get("GPU", 0)}
                 actor = ray.remote(RankActor).options(scheduling_strategy=strategy, max_restarts=0, **options)
                 actors.append(actor.remote(spec.threads))
             homes: list[Home] = ray.get([actor.home.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
@@ -266,12 +271,14 @@ class RayLauncher:
             raise Unavailable(f"Ray could not start ranks: {error}") from error
         per_node = Counter(home.node_id for home in homes) + Counter(handle.node_id for handle in self._handles)
         started = []
-        for spec, actor, home in zip(specs, actors, homes, strict=True):
+        for spec, actor, home, gpu in zip(specs, actors, homes, gpu_shares, strict=True):
             if home.node_id not in self._nodes:
                 self._nodes[home.node_id] = NodeClient(home.node_id)
             node = self._nodes[home.node_id]
             host = self.host if self._alone else home.node_ip
-            placed = msgspec.structs.replace(spec, bind_host=host, ranks_on_host=per_node[home.node_id])
+            placed = msgspec.structs.replace(
+                spec, bind_host=host, ranks_on_host=per_node[home.node_id], ranks_on_gpu=round(1 / gpu) if gpu else 1
+            )
             started.append(RayHandle(placed, actor, home, node, self._run_rank))
         self._handles += started
         self._groups |= groups
@@ -293,9 +300,11 @@ class RayLauncher:
         except GetTimeoutError as error:
             if self._has_served:
                 self._waiting |= {engines[epoch]: group for epoch, group in groups.items()}
-            free = ray.available_resources().get("CPU", 0.0)
+            free = ray.available_resources()
+            gpus = any("GPU" in each for group in groups.values() for each in group.bundle_specs)
+            what = f"{free.get('CPU', 0.0):g} CPUs" + (f" and {free.get('GPU', 0.0):g} GPUs" if gpus else "")
             raise Unavailable(
-                f"the Ray cluster found no place for {num_ranks} ranks in {timeout_s:g} s ({free:g} CPUs are free): "
+                f"the Ray cluster found no place for {num_ranks} ranks in {timeout_s:g} s ({what} are free): "
                 "add nodes, end other jobs or shrink the pools"
             ) from error
         self._has_served = True
@@ -340,7 +349,12 @@ def _init(address: str) -> None:
         raise Unavailable(f"{place}: {reason}; `--launcher process` needs no Ray") from error
 
 
-def _place(specs: list[RankSpec], share: float) -> PlacementGroup:
-    """`specs`: all ranks of one engine."""
-    strategy = "PACK" if specs[0].role == "prefill" else "SPREAD"
-    return placement_group([{"CPU": spec.threads * share} for spec in specs], strategy=strategy)
+def bundle(spec: RankSpec, cpu_share: float, gpu_share: float) -> dict[str, float]:
+    """What a placement group sets aside for a rank: CPUs for its threads, and its part of a GPU."""
+    return {"CPU": spec.threads * cpu_share} | ({"GPU": gpu_share} if gpu_share else {})
+
+
+def _gpu_share(spec: RankSpec, specs: list[RankSpec]) -> float:
+    num_gpus = int(ray.cluster_resources().get("GPU", 0.0))
+    largest = max(each.num_ranks for each in specs)
+    return gpu_share(spec.section.device, spec.ranks_on_host, largest, num_gpus)

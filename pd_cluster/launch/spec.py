@@ -46,6 +46,7 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     backend: Literal["nixl"] = "nixl"
     threads: int = 1
     ranks_on_host: int = 1  # they share the memory and cores of their host
+    ranks_on_gpu: int = 1  # they share the memory of their GPU, if they have one
 
     @property
     def num_ranks(self) -> int:

@@ -31,10 +31,13 @@ class TransferThread:
         on_events: Callable[[list[Event]], None],
         on_failure: Callable[[BaseException], None],
         name: str = "transfer",
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_start` is called first thing in the thread."""
         self._backend = backend
         self._on_events = on_events
         self._on_failure = on_failure
+        self._on_start = on_start
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopping = False
         self._in_flight: set[int] = set()
@@ -102,6 +105,7 @@ class TransferThread:
 
     def _run(self) -> None:
         try:
+            self._on_start()
             self._loop()
         except BaseException as error:  # the edge of the thread: its owner decides what dies with it
             self._on_failure(error)

@@ -176,6 +176,25 @@ def test_every_value_of_the_cluster_file_can_be_set(helm4: Helm, tmp_path: Any) 
     assert all(any(str(file).startswith(f"{mounted}/") for mounted in paths) for file in files)
 
 
+def test_pods_that_are_given_gpus_ask_kubernetes_for_them_and_must_compute_on_them(helm4: Helm, tmp_path: Any) -> None:
+    sets = "decode.gpus.count=4,decode.engine.dataParallel=8,decode.podsPerEngine=2"
+    objects = helm4.template(f"--set={sets}")
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_file(objects))
+    config = load_config(path)
+    assert (config.prefill.device, config.decode.device) == ("auto", "cuda")
+    assert (config.kv.memory_fraction, config.kv.max_bytes) == (None, None)
+    for role, count in (("prefill", None), ("decode", 4)):
+        pod = of_kind(objects, "StatefulSet")[f"demo-pd-cluster-{role}"]["spec"]["template"]["spec"]
+        resources = pod["containers"][0]["resources"]
+        assert resources["limits"].get("nvidia.com/gpu") == count
+        assert resources["requests"].get("nvidia.com/gpu") == count
+    path.write_text(cluster_file(helm4.template(f"--set={sets},extraConfig.decode.device=auto,kv.memoryFraction=0.8")))
+    assert (load_config(path).decode.device, load_config(path).kv.memory_fraction) == ("auto", 0.8)
+    path.write_text(cluster_file(helm4.template("--set=mode=rayservice,decode.gpus.count=4")))
+    assert load_config(path).decode.device == "auto"  # Ray says what its nodes have
+
+
 def test_keys_that_the_chart_does_not_name_go_through(helm4: Helm, tmp_path: Any) -> None:
     extra = "extraConfig.kv.lease_s=4,extraConfig.launch.max_restarts=9,extraConfig.kv.verify=true"
     path = tmp_path / "cluster.toml"

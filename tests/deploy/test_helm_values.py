@@ -52,6 +52,10 @@ TEMPLATES = [
     ("security.tls.existingSecret=x,security.tls.mutual=false", "anybody may open a control stream"),
     ("security.token.existingSecret=x", "in the clear"),
     ("router.grpcRoute.enabled=true", "needs router.grpcRoute.gateway"),
+    (
+        "decode.gpus.count=2,decode.engine.dataParallel=4",
+        "decode.gpus.count=2: each of the 4 ranks of a pod needs a GPU of its own",
+    ),
     ("decode.autoscaling.enabled=true", "needs a target"),
     (
         "decode.autoscaling.enabled=true,decode.autoscaling.targetKvUsage=0.5,decode.podsPerEngine=2,"

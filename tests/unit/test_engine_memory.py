@@ -25,7 +25,7 @@ def test_blocks_are_bounded_by_max_bytes() -> None:
 
 @pytest.mark.parametrize("free", [0, -5, 10_000])
 def test_no_room_for_one_block_is_an_error_with_numbers(free: int) -> None:
-    with pytest.raises(ConfigError, match=r"no KV block of 8192 bytes .* 4 ranks on this host"):
+    with pytest.raises(ConfigError, match=r"no KV block of 8192 bytes .* 4 ranks share it"):
         num_blocks_within(LAYOUT, free, fraction=0.5, max_bytes=1 << 30, ranks_on_host=4)
 
 

@@ -21,6 +21,8 @@
 {{- $_ := set $keys "block_size" .blockSize -}}
 {{- $_ := set $keys "num_blocks" .numBlocks -}}
 {{- $_ := set $keys "threads" .threads -}}
+{{- /* a pod that was given GPUs must compute on them, or say why it cannot */}}
+{{- if and $v.gpus.count (ne (index $ 0).Values.mode "rayservice") }}{{ $_ := set $keys "device" "cuda" }}{{ end -}}
 {{- if eq (index $ 0).Values.mode "rayservice" }}{{ $_ := set $keys "instances" $v.replicas }}{{ end -}}
 {{- toJson $keys -}}
 {{- end -}}
@@ -33,7 +35,7 @@
 {{- $s := .Values.security -}}
 {{- $model := dict "path" $m.source "served_model_name" $m.servedName "dtype" $m.dtype "max_model_len" $m.maxModelLen -}}
 {{- $cache := dict "block_size" $kv.blockSize "num_blocks" $kv.numBlocks "max_bytes" $kv.maxBytes -}}
-{{- $_ := set $cache "memory_fraction" (float64 $kv.memoryFraction) -}}
+{{- if $kv.memoryFraction }}{{ $_ := set $cache "memory_fraction" (float64 $kv.memoryFraction) }}{{ end -}}
 {{- $_ := set $cache "prefix_cache" $kv.prefixCache -}}
 {{- $_ := set $cache "verify" $kv.verify -}}
 {{- $_ := set $cache "lease_s" $kv.leaseSeconds -}}

@@ -66,6 +66,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and (ne (mod $share $v.engine.tensorParallel) 0) (ne (mod $v.engine.tensorParallel $share) 0) -}}
 {{- fail (printf "%s: %d ranks of each pod neither hold whole workers of %d ranks nor divide one" (index . 1) $share (int $v.engine.tensorParallel)) -}}
 {{- end -}}
+{{- if and (gt (int $v.gpus.count) 0) (lt (int $v.gpus.count) (int $share)) -}}
+{{- fail (printf "%s.gpus.count=%d: each of the %d ranks of a pod needs a GPU of its own" (index . 1) (int $v.gpus.count) (int $share)) -}}
+{{- end -}}
 {{- $share -}}
 {{- end -}}
 
