@@ -5,11 +5,13 @@ Works on any backend and with any counts, at three collectives a layer. A rank w
 of zero.
 """
 
-# T tokens, K experts per token, H hidden size, C copies sent, R rows received, P pairs (token, expert), D ranks
+# T tokens, K experts per token, H hidden size, C copies sent, R rows received, B bytes of a row,
+# P pairs (token, expert), D ranks
 
 import torch
 from torch import Tensor
 
+from pd_cluster.parallel.codec import RAW, Codec
 from pd_cluster.parallel.dispatch import Arrived
 from pd_cluster.parallel.groups import Group, Groups
 from pd_cluster.parallel.pack import Packed, add_up, pack, unpack
@@ -21,9 +23,10 @@ PAIR_BYTES = 12
 class CollectiveDispatcher:
     replicated = False
 
-    def __init__(self, groups: Groups, slots_per_rank: int) -> None:
+    def __init__(self, groups: Groups, slots_per_rank: int, codec: Codec = RAW) -> None:
         self.ranks = [groups.rank]
         self.slots_per_rank = slots_per_rank
+        self.codec = codec
         self.group = groups.engine
 
     def dispatch(self, layer: int, hidden_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> "CollectiveCombining":
@@ -39,22 +42,24 @@ class CollectiveCombining:
         self._received_copies: list[int] = []
 
     def arrived(self) -> list[Arrived]:
-        packed, group = self._packed, self._dispatcher.group
-        hidden_CH = self._hidden_TH[packed.token_C]
+        packed, group, codec = self._packed, self._dispatcher.group, self._dispatcher.codec
+        hidden_size, dtype = self._hidden_TH.shape[1], self._hidden_TH.dtype
+        rows_CB = codec.encode(self._hidden_TH)[packed.token_C]
         if group is None:
             pairs = packed.pair_row_P, packed.pair_slot_P, packed.pair_weight_P
+            hidden_CH = codec.decode(rows_CB, hidden_size, dtype)
             return [self._unpack(hidden_CH, *pairs, packed.copy_counts, packed.pair_counts)]
-        copies, pair_counts = _exchange_counts(group, packed, hidden_CH.device)
+        copies, pair_counts = _exchange_counts(group, packed, rows_CB.device)
         self._received_copies = copies
-        row_bytes = hidden_CH.element_size() * hidden_CH.shape[1]
-        sent = _interleave(_as_bytes(hidden_CH), _pair_bytes(packed), packed.copy_counts, packed.pair_counts, row_bytes)
+        row_bytes = rows_CB.shape[1]
+        sent = _interleave(rows_CB.view(-1), _pair_bytes(packed), packed.copy_counts, packed.pair_counts, row_bytes)
         received = group.all_to_all_rows(
             sent,
             _message_bytes(packed.copy_counts, packed.pair_counts, row_bytes),
             _message_bytes(copies, pair_counts, row_bytes),
         )
         rows, pair_words = _split(received, copies, pair_counts, row_bytes)
-        hidden_RH = rows.view(hidden_CH.dtype).view(-1, hidden_CH.shape[1])
+        hidden_RH = codec.decode(rows.view(-1, row_bytes), hidden_size, dtype)
         words_P3 = pair_words.view(torch.int32).view(-1, 3)
         weight_P = words_P3[:, 2].contiguous().view(torch.float32)
         return [self._unpack(hidden_RH, words_P3[:, 0].long(), words_P3[:, 1].long(), weight_P, copies, pair_counts)]

@@ -4,12 +4,13 @@ Rows are packed, counted, exchanged and unpacked as between processes; only the 
 320 ranks is thereby a unit test.
 """
 
-# T tokens, K experts per token, H hidden size, R rows in flight, D ranks
+# T tokens, K experts per token, H hidden size, R rows in flight, B bytes of a row, D ranks
 
 import torch
 from torch import Tensor
 
 from pd_cluster.ids import Rank
+from pd_cluster.parallel.codec import RAW, Codec
 from pd_cluster.parallel.dispatch import Arrived
 from pd_cluster.parallel.groups import share
 from pd_cluster.parallel.pack import Packed, add_up, pack, unpack
@@ -18,10 +19,11 @@ from pd_cluster.parallel.pack import Packed, add_up, pack, unpack
 class LocalDispatcher:
     replicated = False
 
-    def __init__(self, num_ranks: int, slots_per_rank: int) -> None:
+    def __init__(self, num_ranks: int, slots_per_rank: int, codec: Codec = RAW) -> None:
         self.ranks = [Rank(rank) for rank in range(num_ranks)]
         self.num_ranks = num_ranks
         self.slots_per_rank = slots_per_rank
+        self.codec = codec
 
     def dispatch(self, layer: int, hidden_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> "LocalCombining":
         packed = []
@@ -36,7 +38,9 @@ class LocalCombining:
         self._dispatcher = dispatcher
         self._packed = packed
         shares = [share(len(hidden_TH), rank, dispatcher.num_ranks) for rank in dispatcher.ranks]
-        self._sent_RH = torch.cat([hidden_TH[a:b][p.token_C] for (a, b), p in zip(shares, packed, strict=True)])
+        self._like_TH = hidden_TH
+        rows_TB = dispatcher.codec.encode(hidden_TH)
+        self._sent_RB = torch.cat([rows_TB[a:b][p.token_C] for (a, b), p in zip(shares, packed, strict=True)])
         self._copy_counts = [p.copy_counts for p in packed]
 
     def arrived(self) -> list[Arrived]:
@@ -44,7 +48,8 @@ class LocalCombining:
         pair_counts = [p.pair_counts for p in packed]
         rows, copies = exchange(self._copy_counts)
         pairs, counted = exchange(pair_counts)
-        hidden_RH = self._sent_RH[rows.to(self._sent_RH.device)]
+        received_RB = self._sent_RB[rows.to(self._sent_RB.device)]
+        hidden_RH = self._dispatcher.codec.decode(received_RB, self._like_TH.shape[1], self._like_TH.dtype)
         pairs = pairs.to(hidden_RH.device)
         row_P = torch.cat([p.pair_row_P for p in packed])[pairs]
         slot_P = torch.cat([p.pair_slot_P for p in packed])[pairs]

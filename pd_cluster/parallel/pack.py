@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pd_cluster.errors import EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.parallel.dispatch import Arrived
 
@@ -32,8 +33,14 @@ class Packed(NamedTuple):
 
 
 def pack(slots_TK: Tensor, weights_TK: Tensor, num_ranks: int, slots_per_rank: int) -> Packed:
-    """Group (token, slot) pairs by the slots' owners. `slots_TK` int64, every one within num_ranks * slots_per_rank."""
+    """Group (token, slot) pairs by the slots' owners. `slots_TK` int64. Raises EngineError for one that is not within
+    num_ranks * slots_per_rank.
+    """
     num_tokens, num_chosen = slots_TK.shape
+    if num_tokens:
+        lowest, highest = (int(bound) for bound in slots_TK.aminmax())
+        if lowest < 0 or highest >= num_ranks * slots_per_rank:
+            raise unknown_slot(lowest if lowest < 0 else highest, num_ranks * slots_per_rank)
     device = slots_TK.device
     slots_P = slots_TK.reshape(-1)
     token_P = torch.arange(num_tokens, device=device).repeat_interleave(num_chosen)
@@ -54,6 +61,10 @@ def pack(slots_TK: Tensor, weights_TK: Tensor, num_ranks: int, slots_per_rank: i
         copy_counts=copy_counts_D.tolist(),
         pair_counts=torch.bincount(owner_P, minlength=num_ranks).tolist(),
     )
+
+
+def unknown_slot(slot: int, num_slots: int) -> EngineError:
+    return EngineError(f"a token was routed to expert slot {slot}, but there are only slots 0 to {num_slots - 1}")
 
 
 def unpack(

@@ -1,0 +1,43 @@
+"""A NIXL agent as every part of a rank opens it: the UCX backend, no progress thread, defaults of UCX set beforehand.
+
+An agent has no lock of its own: whoever opens one calls it from one thread at a time.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.errors import TransferFailed
+
+
+def prepare_environment(memory: str = "DRAM") -> None:
+    """Defaults of UCX and NIXL, read when their libraries load; what the user has set stays."""
+    has_rdma = any(Path("/sys/class/infiniband").glob("*"))
+    if memory == "DRAM" and not has_rdma:
+        os.environ.setdefault("UCX_TLS", "shm,self,tcp")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+class AgentErrors:
+    """The exceptions of NIXL's calls, which share no base class of their own."""
+
+    def __init__(self) -> None:
+        from nixl import _bindings
+
+        self.all: tuple[type[Exception], ...] = tuple(
+            getattr(_bindings, name) for name in dir(_bindings) if name.startswith("nixl") and name.endswith("Error")
+        )
+        # the peer is gone, was never met, or is another one by now: no retry helps
+        self.of_peer: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError, _bindings.nixlNotFoundError)
+
+
+def open_agent(name: str) -> tuple[Any, AgentErrors]:
+    """An agent and what its calls raise. Raises TransferFailed when UCX cannot start."""
+    prepare_environment()
+    from nixl import nixl_agent, nixl_agent_config
+
+    errors = AgentErrors()
+    try:
+        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"])), errors
+    except errors.all as error:
+        raise TransferFailed(f"NIXL cannot open an agent: {error}") from error
