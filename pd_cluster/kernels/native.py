@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -143,6 +143,24 @@ class Step(Structure):
     )
 
 
+class Exchange(Structure):
+    _fields_ = (
+        ("send", c_void_p),
+        ("receive", c_void_p),
+        ("lives", c_void_p),
+        ("ignored", c_void_p),
+        ("life", c_uint64),
+        ("rank", c_int64),
+        ("num_ranks", c_int64),
+        ("slots_per_rank", c_int64),
+        ("hidden", c_int64),
+        ("dtype", c_int64),
+        ("fp8", c_int64),
+        ("dispatch_bytes", c_int64),
+        ("combine_bytes", c_int64),
+    )
+
+
 SEGMENT_FIELDS = 5
 """int64 values of a segment: first token, number of tokens, tokens before them, first of its units, expanded."""
 
@@ -162,6 +180,11 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "head_layer": (None, (POINTER(Norm), POINTER(Linear), _ptr, _int, _ptr, _int)),
     "highest_of_rows": (None, (_ptr, _int, _int, _int, _ptr, _ptr, _int)),
     "sum_of_bytes": (c_float, (_ptr, _int)),
+    "exchange_pack": (c_int64, (POINTER(Exchange), _ptr, _int, _ptr, _ptr, _int, c_uint64, _int, *(_ptr,) * 5)),
+    "exchange_wait": (c_int64, (POINTER(Exchange), _int, _int, c_uint64, _ptr, _ptr, _int, _int)),
+    "exchange_unpack": (None, (POINTER(Exchange), _int, c_uint64, *(_ptr,) * 7)),
+    "exchange_reply": (None, (POINTER(Exchange), _int, c_uint64, *(_ptr,) * 5)),
+    "exchange_add": (c_int64, (POINTER(Exchange), _int, c_uint64, _ptr, _ptr, _int, *(_ptr,) * 4)),
 }
 
 
