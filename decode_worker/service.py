@@ -308,6 +308,7 @@ class DecodeWorker:
             )
 
     def stepped(self, outcome: StepOutcome) -> None:
+        self._scheduler.prefill_tok_s = self._loop.prefill_tok_s
         self._owners.tell_tokens(outcome.tokens)
         for delta in outcome.tokens:
             if delta.finish is not None:

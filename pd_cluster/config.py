@@ -42,14 +42,23 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     data_parallel: int = 1
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    ttft_target_s: float = (
+        3.0  # who can still have a first token in time is prefilled first; 0: first come, first served
+    )
     redundant_experts: int = 0
     dispatcher: Literal["auto", "collective", "nixl"] = "auto"  # between DP ranks that share experts
+    dispatch_dtype: Literal["auto", "fp8"] = "auto"  # how tokens travel there: as they are, or in half the bytes
     expert_slots_per_rank: int | None = None  # in each layer; empty ones let experts move. Defaults to what is needed
     block_size: int | None = None
     num_blocks: int | None = None
     threads: int = 1  # torch threads of each rank
     device: DeviceChoice = "auto"  # a GPU for each rank where there is one
     cpus: CpuSets | None = None  # where its ranks run: "0-3", or a list with one such set for each rank in turn
+
+    @property
+    def elastic(self) -> bool:
+        """Whether DP ranks live and die one by one: the others go on without one that is lost."""
+        return self.data_parallel > 1 and self.dispatcher == "nixl"
 
 
 class TlsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,6 +110,7 @@ class LaunchSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     launcher: Literal["process", "ray"] = "process"
     start_timeout_s: float = 600.0
     max_restarts: int = 3
+    shrink_timeout_s: float = 300.0  # what DP ranks that leave may take to move their experts and requests away
     ray_address: str | None = None
 
 
@@ -197,6 +207,8 @@ def _validate(config: ClusterConfig) -> None:
         ):
             if getattr(section, key) < 1:
                 raise ConfigError(f"{name}.{key} must be at least 1, got {getattr(section, key)}")
+        if section.ttft_target_s < 0:
+            raise ConfigError(f"{name}.ttft_target_s must not be negative, got {section.ttft_target_s:g}")
         if section.cpus is not None:
             try:
                 parse_sets(section.cpus)

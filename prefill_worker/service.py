@@ -184,6 +184,7 @@ class PrefillWorker:
             )
 
     def stepped(self, outcome: StepOutcome) -> None:
+        self._scheduler.prefill_tok_s = self._loop.prefill_tok_s
         done = {prefilled.request_id for prefilled in outcome.prefilled}
         for progress in outcome.progress:
             transfer_id = self._transfer_of.get(progress.request_id)

@@ -5,6 +5,8 @@ first token, until its KV was pushed. A request prefilled elsewhere enters by `r
 
 - Each step takes decodes first, then prefill chunks with what is left of `max_num_batched_tokens`, first come first
   served.
+- With a `ttft_target_s`, requests that can still have their first token in time start before those that cannot; see
+  `queue_order`. Without one, or while the speed of prefill is not known, first come, first served.
 - A request starts when the blocks of all its tokens are there, so that prefill never runs out of them; only decode
   grows.
 - When decode runs out, the newest request is preempted: `requeue` puts it back to the head of the line, to be computed
@@ -30,6 +32,7 @@ from pd_cluster.engine.outcome import (
     StepOutcome,
 )
 from pd_cluster.engine.plan import NewSequence, Sampled, StepPlan, StepResult, Work
+from pd_cluster.engine.queue_order import MAX_LOOK, Waiting, next_to_start
 from pd_cluster.engine.sequence import Sequence, State
 from pd_cluster.errors import ContextTooLong, DuplicateRequest, EngineError, InvalidRequest
 from pd_cluster.ids import BlockId, RequestId, UnitHash
@@ -51,6 +54,7 @@ class Scheduler:
         prefix_cache: bool,
         max_held_blocks: int | None = None,
         preempt: Literal["requeue", "evict"] = "requeue",
+        ttft_target_s: float | None = None,
     ) -> None:
         """`max_held_blocks`: while prefilled requests hold more, no prefill-only request starts, nor what waits behind
         it.
@@ -65,6 +69,9 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._max_held_blocks = max_held_blocks
         self._preempt_policy = preempt
+        self._ttft_target_s = ttft_target_s
+        self.prefill_tok_s = 0.0  # as measured by whoever runs the steps
+        self._num_starts = 0
         self._sequences: dict[RequestId, Sequence] = {}  # all that have not ended
         self._waiting: OrderedDict[RequestId, Sequence] = OrderedDict()
         self._running: OrderedDict[RequestId, Sequence] = OrderedDict()  # oldest start first
@@ -218,6 +225,7 @@ class Scheduler:
                 schedule(seq, min(budget, seq.num_unscheduled))
         preempted = len(self._running) < num_sequences
         while budget and self._waiting and not preempted:
+            self._order(now_s)
             started = self._start(now_s)
             if started is None:
                 break
@@ -331,6 +339,22 @@ class Scheduler:
                 param="prompt",
             )
 
+    def _order(self, now_s: float) -> None:
+        """Put who starts next at the head of the line."""
+        if self._ttft_target_s is None or not self.prefill_tok_s or len(self._waiting) < 2:
+            return
+        if next(iter(self._waiting.values())).started:  # preempted: it goes on first
+            return
+        line = [seq for seq, _ in zip(self._waiting.values(), range(MAX_LOOK), strict=False)]
+        rate = self.prefill_tok_s
+        head = next_to_start(
+            [Waiting(now_s - seq.added_s, len(seq.token_ids) / rate) for seq in line],
+            target_s=self._ttft_target_s,
+            busy_s=sum(max(0, seq.num_prefill_tokens - seq.num_computed) for seq in self._running.values()) / rate,
+            num_starts=self._num_starts,
+        )
+        self._waiting.move_to_end(line[head].request_id, last=False)
+
     def _admit(self) -> tuple[Sequence, list[BlockId]] | None:
         """The head of the line with the cached blocks it would share, when it may start now."""
         seq = next(iter(self._waiting.values()), None)
@@ -354,6 +378,7 @@ class Scheduler:
         seq.num_published_blocks = len(shared)
         seq.num_cached_tokens = seq.num_scheduled = seq.num_computed = len(shared) * self._memory.block_size
         del self._waiting[seq.request_id]
+        self._num_starts += 1
         seq.move(State.RUNNING)
         self._running[seq.request_id] = seq
         if not seq.started:

@@ -161,6 +161,7 @@ def _scheduler(spec: RankSpec, model: LoadedModel, engine: TorchEngine) -> Sched
         prefix_cache=spec.config.kv.prefix_cache,
         max_held_blocks=int(engine.num_blocks * HELD_FRACTION),
         preempt="requeue" if spec.role == "colocated" else "evict",
+        ttft_target_s=section.ttft_target_s or None,
     )
 
 

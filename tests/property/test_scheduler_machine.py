@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         preempt=st.sampled_from(["requeue", "evict"]),
         max_held_blocks=st.sampled_from([None, 0, 3]),
+        ttft_target_s=st.sampled_from([None, 5.0, 50.0]),
     )
     def begin(
         self,
@@ -48,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         preempt: Literal["requeue", "evict"],
         max_held_blocks: int | None,
+        ttft_target_s: float | None,
     ) -> None:
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -59,7 +61,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             max_held_blocks=max_held_blocks,
             preempt=preempt,
+            ttft_target_s=ttft_target_s,
         )
+        self.scheduler.prefill_tok_s = 4.0  # a second is a step here
         self.engine = ToyEngine(num_blocks=num_blocks, block_size=block_size)
         self.num_blocks, self.budget, self.max_num_seqs = num_blocks, budget, max_num_seqs
         self.max_len = min(120, num_blocks * block_size)
