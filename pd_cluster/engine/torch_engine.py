@@ -8,7 +8,6 @@ work still enters the expert layers when another DP rank has some.
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,12 +26,11 @@ from pd_cluster.model.loader import Progress, load_transformer
 from pd_cluster.model.sampler import Sampler, SampleRow
 from pd_cluster.model.transformer import Transformer
 from pd_cluster.model.weights import WeightSource
-from pd_cluster.parallel.collective import CollectiveDispatcher
+from pd_cluster.parallel.codec import CodecName
 from pd_cluster.parallel.dispatch import Dispatcher
+from pd_cluster.parallel.dispatchers import DispatcherName, Traffic, make_dispatcher
 from pd_cluster.parallel.groups import Groups
-from pd_cluster.parallel.local import LocalDispatcher
 from pd_cluster.parallel.placement import Placement, spread
-from pd_cluster.parallel.replicated import ReplicatedDispatcher
 from pd_cluster.parallel.slot_table import SlotTable
 from pd_cluster.request import SamplingParams
 
@@ -98,6 +96,11 @@ class TorchEngine:
         self._joins_idle = groups.dp_size > 1 and bool(model.moe_layers)
         self._sequences: dict[RequestId, _Sequence] = {}
         self._results: deque[StepResult] = deque()
+
+    @property
+    def dispatcher(self) -> Dispatcher | None:
+        """Of all its expert layers; None for a model without experts."""
+        return next((moe.dispatcher for moe in self.model.moe_layers), None)
 
     @property
     def num_sequences(self) -> int:
@@ -191,9 +194,6 @@ class TorchEngine:
         return sampled
 
 
-DispatcherName = Literal["auto", "replicated", "collective", "local"]
-
-
 def build_engine(
     config: ModelConfig,
     source: WeightSource,
@@ -212,6 +212,7 @@ def build_engine(
     without_experts: bool = False,
     placement: Placement | None = None,
     dispatcher: DispatcherName = "auto",
+    dispatch_dtype: CodecName = "auto",
     eos_token_ids: tuple[int, ...] | None = None,
     device: torch.device | None = None,
     progress: Progress | None = None,
@@ -219,8 +220,8 @@ def build_engine(
     """Load this rank's part of the model and set aside its KV memory. All ranks of an engine call this together.
 
     `groups` says which rank this is (alone without). `num_blocks` None: measured after a step of
-    `max_num_batched_tokens`, and equal on all ranks. `dispatcher` auto: `replicated` for one DP rank, else
-    `collective`; `local` plays all ranks of `placement` in this process. `expert_slots_per_rank`:
+    `max_num_batched_tokens`, and equal on all ranks. `dispatcher`: see `parallel.dispatchers`; `local` plays all ranks
+    of `placement` in this process. `dispatch_dtype`: how tokens travel between ranks. `expert_slots_per_rank`:
     room for experts in every layer, default what the first placement fills. `without_experts`: a rank that joins later
     and is given its experts then. `eos_token_ids` default to the config's.
     Raises ConfigError for what does not divide or fit, ModelError from the source.
@@ -236,7 +237,14 @@ def build_engine(
         if placement is None:
             num_experts, num_layers = config.moe.num_experts, config.num_moe_layers
             placement = spread(num_experts, groups.num_ranks, num_layers, redundant_experts, expert_slots_per_rank)
-        chosen = _dispatcher(dispatcher, groups, placement)
+        traffic = Traffic(
+            max_tokens=max_num_batched_tokens,
+            num_chosen=config.moe.num_experts_per_tok,
+            hidden_size=config.hidden_size,
+            dtype=getattr(torch, dtype),
+            codec=dispatch_dtype,
+        )
+        chosen = make_dispatcher(dispatcher, groups, placement, traffic)
     model = load_transformer(
         source,
         config,
@@ -273,20 +281,6 @@ def build_engine(
         max_model_len=choose_max_model_len(max_model_len, config.max_position_embeddings, num_blocks, block_size),
         placement=placement,
     )
-
-
-def _dispatcher(name: DispatcherName, groups: Groups, placement: Placement) -> Dispatcher:
-    if name == "local":
-        if groups.num_ranks != 1:
-            raise ConfigError("the local dispatcher plays all ranks in one process: it needs an engine of one rank")
-        return LocalDispatcher(placement.num_ranks, placement.slots_per_rank)
-    if placement.num_ranks != groups.num_ranks:
-        raise ConfigError(f"the placement is for {placement.num_ranks} ranks, the engine has {groups.num_ranks}")
-    if name == "collective" or (name == "auto" and groups.dp_size > 1):
-        return CollectiveDispatcher(groups, placement.slots_per_rank)
-    if groups.dp_size > 1:
-        raise ConfigError(f"the replicated dispatcher needs data_parallel 1, got {groups.dp_size}")
-    return ReplicatedDispatcher(groups, placement.slots_per_rank)
 
 
 @torch.inference_mode()

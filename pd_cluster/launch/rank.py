@@ -215,6 +215,8 @@ class RankServer:
             ranks_on_host=self.spec.ranks_on_gpu if on_gpu else self.spec.ranks_on_host,
             device=device,
             redundant_experts=section.redundant_experts,
+            dispatcher=section.dispatcher if section.data_parallel > 1 else "auto",
+            dispatch_dtype=section.dispatch_dtype if section.data_parallel > 1 else "auto",
             expert_slots_per_rank=section.expert_slots_per_rank,
             eos_token_ids=model.eos_token_ids,
             progress=lambda done, total: self._rendezvous.progress("weights", done, total),
