@@ -1,11 +1,12 @@
 """The loop that drives an engine: plan, agree, run on the engine thread, apply, tell the role.
 
 All state belongs to the event loop; the engine thread only runs steps. While a step runs, the previous one's outcome is
-sent out, so that messages cost no step time. The loop sleeps when there is nothing to do.
+sent out, so that messages cost no step time. The loop sleeps when there is nothing to do. What a void step was to
+compute is run again under the next step's number, before anything else is planned; so is what waited for a Go when its
+generation ended.
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -13,10 +14,11 @@ from typing import Protocol
 import msgspec
 
 from pd_cluster.clock import Clock
+from pd_cluster.engine.generations import Formed
 from pd_cluster.engine.outcome import StepOutcome
 from pd_cluster.engine.plan import Engine, StepPlan, StepResult
 from pd_cluster.engine.scheduler import Scheduler
-from pd_cluster.engine.step_sync import Go, Run, StepSync
+from pd_cluster.engine.step_sync import GenerationOver, Go, Run, StepSync
 from pd_cluster.parallel.transition import Decision
 
 AVERAGE_DECAY = 0.9
@@ -89,6 +91,7 @@ class EngineLoop:
         epochs: Epochs | None = None,
     ) -> None:
         self.num_steps = 0
+        self.num_void_steps = 0
         self.step_s = 0.0
         """Moving average of the duration of steps with work, seconds."""
         self.prefill_tok_s = 0.0
@@ -100,7 +103,7 @@ class EngineLoop:
         self._clock = clock
         self._epochs: Epochs = epochs or OneEpoch()
         self._work = asyncio.Event()
-        self._held: StepPlan | None = None  # voted too late for the last Go
+        self._held: StepPlan | None = None  # planned and not computed: the last Go came too early, or its step was void
         self._outcome: StepOutcome | None = None  # applied, not told yet
 
     def wake(self) -> None:
@@ -108,8 +111,14 @@ class EngineLoop:
         self._work.set()
 
     async def run(self) -> None:
-        for step in itertools.count():
-            plan, go = await self._agree(step)
+        step = await self._sync.form(0)
+        while True:
+            try:
+                plan, go = await self._agree(step)
+            except GenerationOver:
+                self._tell()
+                step = await self._sync.form(step)
+                continue
             self._sync.run_followers(plan, go.step_tokens, go.decision)
             before = self._epochs.launching(step, go.decision)
             started_s = self._clock.now_s()
@@ -118,7 +127,11 @@ class EngineLoop:
             result = await running
             self._epochs.ended(step)
             self.num_steps += 1
-            if plan.work:
+            step += 1
+            if result.void:
+                self.num_void_steps += 1
+                self._held = plan.again() if plan.work else self._held
+            elif plan.work:
                 self._measure(plan, self._clock.now_s() - started_s)
                 self._outcome = self._scheduler.complete(result)
 
@@ -128,9 +141,9 @@ class EngineLoop:
             self.prefill_tok_s = _average(self.prefill_tok_s, plan.num_tokens / max(step_s, 1e-9))
 
     async def _agree(self, step: int) -> tuple[StepPlan, Go]:
-        """Vote until the hub says go; return what to run."""
+        """Vote until the hub says go; return what to run. Raises GenerationOver when it will not say so any more."""
         plan = msgspec.structs.replace(self._held, step=step) if self._held else self._plan(step)
-        self._held = None
+        self._held = plan if plan.work else None
         self._sync.vote(step, plan.num_tokens)
         if not self._sync.has_go():
             self._tell()
@@ -139,12 +152,13 @@ class EngineLoop:
             if not self._sync.has_go():
                 plan = self._plan(step)
                 if plan.num_tokens:
+                    self._held = plan
                     self._sync.vote(step, plan.num_tokens)
         go = await self._sync.go()
         assert go.step == step, (go.step, step)
         if go.step_tokens[self._sync.lead_index] != plan.num_tokens:
-            self._held = plan  # our raise crossed this Go, or no step may have work now
-            return StepPlan(step=step), go
+            return StepPlan(step=step), go  # our raise crossed this Go, or no step may have work now: it stays held
+        self._held = None
         return plan, go
 
     def _plan(self, step: int) -> StepPlan:
@@ -188,5 +202,7 @@ async def follow(
             step = order.plan.step
             await thread.run(order.plan, order.step_tokens, epochs.launching(step, order.decision))
             epochs.ended(step)
+        elif isinstance(order, Formed):
+            await sync.begin(order)
         else:
             on_tell(order.payload)

@@ -43,7 +43,10 @@ class Work(Struct, frozen=True):
 
 
 class StepPlan(Struct, frozen=True, kw_only=True):
-    """One step. Order: drop, add, grow, work. An empty plan is a step of an idle rank: it still joins collectives."""
+    """One step. Order: drop, add, grow, work. An empty plan is a step of an idle rank: it still joins collectives.
+
+    A void step changed what is known of sequences, but computed nothing: `again` is what is left of it.
+    """
 
     step: int
     drop: list[RequestId] = []
@@ -54,6 +57,12 @@ class StepPlan(Struct, frozen=True, kw_only=True):
     @property
     def num_tokens(self) -> int:
         return sum(w.num_tokens for w in self.work)
+
+    def again(self) -> "StepPlan":
+        """The same work, for an engine that has applied the rest of this plan. KV is written to the same places, and
+        what is sampled depends on nothing but seeds and positions, so it may be done any number of times.
+        """
+        return StepPlan(step=self.step, work=self.work)
 
 
 class Sampled(Struct, frozen=True, array_like=True):
@@ -68,6 +77,7 @@ class StepResult(Struct, frozen=True, kw_only=True):
     step: int
     sampled: list[Sampled]
     compute_s: float = 0.0
+    void: bool = False  # a peer's part was missing: sequences have no more tokens, nor more that have KV, than before
 
 
 class Engine(Protocol):
@@ -80,4 +90,4 @@ class Engine(Protocol):
         """Start `plan`. `step_tokens`: how many tokens each DP rank of the engine computes in this step."""
 
     def collect(self) -> StepResult:
-        """The result of the oldest launched step; on every TP rank the same tokens."""
+        """The result of the oldest launched step; on every TP rank the same tokens, or void on every one."""

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 import msgspec
 from msgspec import Struct
 
+from pd_cluster.engine.generations import Formed, Hello
 from pd_cluster.engine.plan import StepPlan
 from pd_cluster.errors import EngineError
 from pd_cluster.ids import EngineEpoch, Rank
@@ -79,9 +80,19 @@ class Note(Struct, frozen=True, tag="note"):
     payload: bytes
 
 
-Message = Join | Vote | Go | Run | Tell | Note
+class Begun(Struct, frozen=True, tag="begun"):
+    """From a follower to its lead: it has begun the generation that was formed."""
+
+    generation: int
+
+
+Message = Join | Vote | Go | Run | Tell | Note | Hello | Formed | Begun
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
+
+
+class GenerationOver(Exception):
+    """Who computes together changes: no step begins before the ranks have formed again. No error."""
 
 
 class Votes:
@@ -132,7 +143,7 @@ class Votes:
         return go
 
 
-class _Link:
+class Link:
     """One framed connection: 4 bytes of length, then a message."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -181,9 +192,9 @@ class StepSync:
         self._votes = Votes(self._num_leads) if rank == self._hub_rank else None
         self.on_order: Callable[[bytes], None] = lambda _payload: None
         self.on_report: Callable[[bytes], None] = lambda _payload: None  # at the hub
-        self._leads: dict[int, _Link] = {}  # at the hub: by dp_rank
-        self._followers: dict[Rank, _Link] = {}  # at a lead
-        self._up: _Link | None = None  # at a follower: its lead; at a lead: the hub
+        self._leads: dict[int, Link] = {}  # at the hub: by dp_rank
+        self._followers: dict[Rank, Link] = {}  # at a lead
+        self._up: Link | None = None  # at a follower: its lead; at a lead: the hub
         self._go: deque[Go | EngineError] = deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -217,7 +228,7 @@ class StepSync:
         above = self._hub_rank if self.is_lead else self.dp_rank * self._tensor_parallel
         if above != self.rank:
             address, _, port_text = (await meeting.lookup(f"sync/{above}")).rpartition(":")
-            self._up = _Link(*await asyncio.open_connection(address, int(port_text)))
+            self._up = Link(*await asyncio.open_connection(address, int(port_text)))
             self._up.send(Join(self.epoch, self.rank))
             if self.is_lead:
                 self._spawn(self._read_hub(self._up))
@@ -228,7 +239,7 @@ class StepSync:
         return self.num_followers + (self._num_leads - 1 if self.rank == self._hub_rank else 0)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = _Link(reader, writer)
+        link = Link(reader, writer)
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(10.0):
                 join = await link.receive(JOIN_FRAME_BYTES)
@@ -237,7 +248,7 @@ class StepSync:
                 return
         link.close()
 
-    def _admit(self, rank: Rank, link: _Link) -> None:
+    def _admit(self, rank: Rank, link: Link) -> None:
         dp_rank, tp_rank = divmod(rank, self._tensor_parallel)
         if tp_rank:
             self._followers[rank] = link
@@ -257,7 +268,7 @@ class StepSync:
 
         self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
 
-    async def _read_hub(self, link: _Link) -> None:
+    async def _read_hub(self, link: Link) -> None:
         while True:
             message = await link.receive()
             if isinstance(message, Go):
@@ -265,7 +276,7 @@ class StepSync:
             elif isinstance(message, Note):
                 self._order(message)
 
-    async def _read_lead(self, link: _Link) -> None:
+    async def _read_lead(self, link: Link) -> None:
         while True:
             message = await link.receive()
             if isinstance(message, Vote):
@@ -273,7 +284,7 @@ class StepSync:
             elif isinstance(message, Note):
                 self.on_report(message.payload)
 
-    async def _read_follower(self, rank: Rank, link: _Link) -> None:
+    async def _read_follower(self, rank: Rank, link: Link) -> None:
         while True:
             message = await link.receive()
             if isinstance(message, Tell):
@@ -338,8 +349,18 @@ class StepSync:
             assert self._up is not None
             self._up.send(vote)
 
+    async def form(self, next_step: int) -> int:
+        """Before the first vote, and after GenerationOver: wait until all ranks may compute together, no step of this
+        one being under way. Returns the step to vote for. Raises EngineError.
+        """
+        return next_step
+
+    async def begin(self, formed: Formed) -> None:
+        """On every rank, when no step is under way: a generation has formed."""
+        raise EngineError("this engine has one generation")
+
     async def go(self) -> Go:
-        """Wait for the next Go, however long. Raises EngineError when a rank is lost."""
+        """Wait for the next Go, however long. Raises EngineError when a rank is lost, and GenerationOver."""
         await self._arrived.wait()
         go = self._go[0]
         if isinstance(go, EngineError):
@@ -371,12 +392,12 @@ class StepSync:
         assert self._up is not None
         self._up.send(Tell(payload))
 
-    async def orders(self) -> AsyncIterator[Run | Tell]:
+    async def orders(self) -> AsyncIterator[Run | Tell | Formed]:
         """What the lead says, in order. Raises EngineError when it is gone."""
         assert self._up is not None
         while True:
             message = await self._up.receive()
-            if isinstance(message, Run | Tell):
+            if isinstance(message, Run | Tell | Formed):
                 yield message
             elif isinstance(message, Note):
                 self.on_order(message.payload)

@@ -1,16 +1,22 @@
 """The loop around a real scheduler and the toy engine."""
 
 import asyncio
+import random
+
+import msgspec
+import pytest
 
 from pd_cluster.clock import SystemClock
 from pd_cluster.engine.loop import EngineLoop, EngineThread
 from pd_cluster.engine.outcome import StepOutcome
+from pd_cluster.engine.plan import StepPlan, StepResult
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import Meeting, StepSync
 from pd_cluster.engine.toy import ToyEngine, toy_tokens
 from pd_cluster.ids import EngineEpoch, Rank, RequestId
 from pd_cluster.messages import TokenDelta
 from pd_cluster.request import Request, SamplingParams
+from tests.harness import until
 
 NUM_BLOCKS = 6
 
@@ -46,8 +52,33 @@ class Recorder:
                 await self.changed.wait()
 
 
+class Lossy(ToyEngine):
+    """Steps whose draw is below `loss` are void: they leave garbage in KV and nothing else, as the real engine's do."""
+
+    def __init__(self, *, loss: float, seed: int) -> None:
+        super().__init__(num_blocks=NUM_BLOCKS, block_size=16, role="both")
+        self._rng = random.Random(seed)
+        self._loss = loss
+        self.num_void = 0
+        self.steps: list[int] = []
+
+    def launch(self, plan: StepPlan, step_tokens: list[int]) -> None:
+        self.steps.append(plan.step)
+        if self._rng.random() >= self._loss:
+            super().launch(plan, step_tokens)
+            return
+        super().launch(msgspec.structs.replace(plan, work=[]), [0])
+        super().collect()
+        for work in plan.work:
+            sequence = self._find(work.request_id)
+            for position in range(sequence.num_computed, sequence.num_computed + work.num_tokens):
+                self.arena.words[self.arena.index(sequence.block_ids, position)] = self._rng.randrange(1 << 32)
+        self.num_void += 1
+        self._results.append(StepResult(step=plan.step, sampled=[], void=True))
+
+
 class Setup:
-    def __init__(self, preempt: str) -> None:
+    def __init__(self, preempt: str, engine: ToyEngine | None = None) -> None:
         self.scheduler = Scheduler(
             num_blocks=NUM_BLOCKS,
             block_size=16,
@@ -60,7 +91,7 @@ class Setup:
         )
         self.role = Recorder()
         self.sync = StepSync(epoch=EngineEpoch("e"), rank=Rank(0), data_parallel=1, tensor_parallel=1, shared=False)
-        self.thread = EngineThread(ToyEngine(num_blocks=NUM_BLOCKS, block_size=16, role="both"))
+        self.thread = EngineThread(engine or ToyEngine(num_blocks=NUM_BLOCKS, block_size=16, role="both"))
         self.loop = EngineLoop(
             scheduler=self.scheduler, thread=self.thread, sync=self.sync, role=self.role, clock=SystemClock()
         )
@@ -128,3 +159,46 @@ async def test_a_preemption_that_leaves_nothing_to_run_is_told_and_the_loop_goes
         await setup.role.until_ended(4)
         assert setup.role.tokens[RequestId("last")] == toy_tokens([1, 2, 3], 4)
         setup.scheduler.check()
+
+
+@pytest.mark.parametrize("preempt", ["requeue", "evict"])
+async def test_void_steps_are_run_again_and_change_nothing_but_their_number(preempt: str) -> None:
+    engine = Lossy(loss=0.5, seed=1)
+    async with Setup(preempt, engine) as setup:
+        prompts = [list(range(i + 1, 20 + 3 * i)) for i in range(3)]
+        for index, prompt in enumerate(prompts):
+            setup.add(f"r{index}", prompt, 30)
+            await asyncio.sleep(0.002)
+        setup.add("gone", list(range(1, 30)), 30)
+        await asyncio.sleep(0.002)
+        setup.scheduler.abort(RequestId("gone"))
+        await setup.role.until_ended(3)
+        for index, prompt in enumerate(prompts):
+            request_id = RequestId(f"r{index}")
+            expected = toy_tokens(prompt, 30)
+            if request_id in setup.role.preempted:
+                assert setup.role.tokens.get(request_id, []) == expected[: len(setup.role.tokens.get(request_id, []))]
+            else:
+                assert setup.role.tokens[request_id] == expected
+        assert (preempt == "evict") == bool(setup.role.preempted), "blocks ran out while steps were void"
+        assert engine.num_void == setup.loop.num_void_steps > 20
+        assert engine.steps == list(range(len(engine.steps)))
+        setup.add("last", [1, 2, 3], 4)
+        await setup.role.until_ended(4)
+        setup.scheduler.check()
+        assert setup.scheduler.load().num_free_blocks == NUM_BLOCKS
+        assert engine.num_sequences <= 1, "the last one's drop waits for a step"
+
+
+async def test_a_request_aborted_while_its_step_is_void_frees_its_blocks() -> None:
+    engine = Lossy(loss=1.0, seed=1)
+    async with Setup("evict", engine) as setup:
+        setup.add("gone", list(range(1, 30)), 5)
+        await until(lambda: engine.num_void > 2)
+        setup.scheduler.abort(RequestId("gone"))
+        engine._loss = 0.0
+        setup.add("next", list(range(1, 30)), 5)
+        await setup.role.until_ended(1)
+        assert setup.role.tokens == {RequestId("next"): toy_tokens(list(range(1, 30)), 5)}
+        setup.scheduler.check()
+        assert setup.scheduler.load().num_free_blocks == NUM_BLOCKS
