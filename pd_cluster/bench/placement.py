@@ -4,7 +4,8 @@ Three questions. *Window*: the hottest rank over the mean for the loads that wer
 part of its expert's load, and with the planner's weights. *Drift*: loads change at random and the placement follows;
 what it costs in experts moved, and what it reaches, against a plan made afresh. *Steps*: a step of a few thousand
 tokens is noisier than a window; steps are drawn from the loads, and tokens choose copies evenly by hash, by weighted
-hash, or by quotas poured from the step's own counts, against the least that the placement allows for that step.
+hash, or poured over the copies by the step's own counts, all ranks' together or each rank's by itself, against the
+least that the placement allows for that step.
 """
 
 import math
@@ -16,14 +17,23 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from pd_cluster.bench import exhaustive
 from pd_cluster.errors import ConfigError
 from pd_cluster.parallel.balance import hottest_copy_bound, plan, to_slots, with_shared_expert
 from pd_cluster.parallel.drift import rebalance
 from pd_cluster.parallel.eplb import Floats, Ints, global_eplb, hierarchical_eplb
 from pd_cluster.parallel.placement import Placement, spread
-from pd_cluster.parallel.replicas import least_hottest_time, pour, quotas, ranks_of_copies
+from pd_cluster.parallel.replicas import least_hottest_time, pour, ranks_of_copies
+from pd_cluster.parallel.slot_table import slot_table
+from pd_cluster.parallel.step_choice import step_slots
 
 REPEATS = 3
+
+SHAPES = ((32, 32, False), (64, 64, False), (144, 32, False), (320, 63, True))
+"""Ranks, redundant copies, and whether the shared expert is placed as one more: the shapes of known deployments."""
+
+CHOICE_TOKENS = (32, 64, 128, 256)
+"""Tokens of one rank for which choosing their copies is timed."""
 
 T = TypeVar("T")
 
@@ -54,13 +64,15 @@ def run(
     groups: int = 8,
     ranks_per_node: int = 8,
     shared_top_k: int | None = None,
+    top_k: int = 8,
     drift: float = 0.15,
     step_tokens: int = 4096,
     steps: int = 4,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """`shared_top_k`: place the shared expert as one more, its load from this many routed experts per token. Ratios are
-    of the hottest rank to the mean; `mean_max_over_mean` averages them over layers, `worst` is the largest.
+    """`shared_top_k`: place the shared expert as one more, its load from this many routed experts per token; else steps
+    are of tokens with `top_k` experts. Ratios are of the hottest rank to the mean; `mean_max_over_mean` averages them
+    over layers, `worst` is the largest.
     """
     loads_LE = read_loads(loads)
     if shared_top_k is not None:
@@ -84,8 +96,19 @@ def run(
         **{name: b and {k: v for k, v in b.items() if k != "ratios"} for name, b in baselines.items()},
         "layers_above_eplb": int((even_L > best_LB.min(0) * (1 + 1e-12)).sum()) if len(best_LB) else None,
         "drift": _drift(placement, loads_LE, drift, redundant, seed),
-        "steps": _steps(placement, loads_LE, step_tokens, steps, seed),
+        "steps": _steps(
+            placement, loads_LE, step_tokens, shared_top_k or top_k, int(shared_top_k is not None), steps, seed
+        ),
     }
+
+
+def run_all(loads: Path, *, drift: float = 0.15, step_tokens: int = 4096) -> dict[str, Any]:
+    """`SHAPES` one after the other, and small layers against every placement there is."""
+    shapes = [
+        run(loads, ep=ep, redundant=redundant, shared_top_k=8 if shared else None, drift=drift, step_tokens=step_tokens)
+        for ep, redundant, shared in SHAPES
+    ]
+    return {"shapes": shapes, "exhaustive": exhaustive.run()}
 
 
 def even_ratios(slots_LRS: Ints, loads_LE: Floats) -> Floats:
@@ -125,24 +148,26 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
 def _baselines(
     loads_LE: Floats, ep: int, redundant: int, groups: int, ranks_per_node: int
 ) -> dict[str, dict[str, Any] | None]:
-    """EPLB's two modes; None where it cannot be used because something does not divide."""
+    """EPLB's two modes; None where it cannot be used because something does not divide. Where groups do not divide
+    over the nodes its hierarchical mode is the global one, by its authors' rule.
+    """
     num_experts = loads_LE.shape[1]
     num_slots, num_nodes = num_experts + redundant, max(ep // ranks_per_node, 1)
-    divides = num_slots % ep == 0
-    in_groups = divides and not (num_experts % groups or groups % num_nodes or ep % num_nodes)
-    calls: dict[str, Callable[[], Ints] | None] = {
-        "eplb_global": (lambda: global_eplb(loads_LE, num_slots, ep)) if divides else None,
-        "eplb_hierarchical": (lambda: hierarchical_eplb(loads_LE, num_slots, ep, groups, num_nodes))
-        if in_groups and num_nodes > 1
-        else None,
-    }
-    result: dict[str, dict[str, Any] | None] = {}
-    for name, call in calls.items():
-        result[name] = None
-        if call is not None:
-            slots_LP, ms = _timed(call)
-            ratios = even_ratios(slots_LP.reshape(len(loads_LE), ep, -1), loads_LE)
-            result[name] = {**_summary(ratios, ms), "ratios": ratios}
+    result: dict[str, dict[str, Any] | None] = {"eplb_global": None, "eplb_hierarchical": None}
+    if num_slots % ep:
+        return result
+
+    def measure(call: Callable[[], Ints]) -> dict[str, Any]:
+        slots_LP, ms = _timed(call)
+        ratios = even_ratios(slots_LP.reshape(len(loads_LE), ep, -1), loads_LE)
+        return {**_summary(ratios, ms), "ratios": ratios}
+
+    result["eplb_global"] = everywhere = measure(lambda: global_eplb(loads_LE, num_slots, ep))
+    if groups % num_nodes:
+        result["eplb_hierarchical"] = {**everywhere, "as_global": True}
+    elif num_experts % groups == ep % num_nodes == 0:
+        hierarchical = measure(lambda: hierarchical_eplb(loads_LE, num_slots, ep, groups, num_nodes))
+        result["eplb_hierarchical"] = {**hierarchical, "as_global": False}
     return result
 
 
@@ -164,40 +189,84 @@ def _drift(placement: Placement, loads_LE: Floats, sigma: float, redundant: int,
     }
 
 
-def _steps(placement: Placement, loads_LE: Floats, tokens: int, num_steps: int, seed: int) -> dict[str, Any]:
-    """Steps of `tokens` tokens that each go to 8 experts, drawn from the loads."""
+def _steps(
+    placement: Placement, loads_LE: Floats, tokens: int, top_k: int, num_shared: int, num_steps: int, seed: int
+) -> dict[str, Any]:
+    """Steps of `tokens` tokens, spread over the ranks, that each go to `top_k` experts drawn from the loads, and to the
+    last `num_shared` ones besides.
+    """
     rng = np.random.default_rng(seed)
-    num_ranks = placement.num_ranks
+    num_ranks, per_rank = placement.num_ranks, placement.slots_per_rank
     speeds = [1.0] * num_ranks
-    found: dict[str, list[float]] = {"even_hash": [], "weighted_hash": [], "water_filling": [], "optimum": []}
-    microseconds = []
+    names = ("even_hash", "weighted_hash", "water_filling", "water_filling_by_rank", "optimum")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    num_tokens_R = [len(part) for part in np.array_split(np.empty(tokens), num_ranks)]
+    num_routed = loads_LE.shape[1] - num_shared
     for layer, load_E in enumerate(loads_LE):
         ranks_E = ranks_of_copies(placement, layer)
         even_E = [[1.0 / len(r)] * len(r) for r in ranks_E]
         parts = pour(load_E.tolist(), ranks_E, speeds).parts
         weighted_E = [[p / sum(part) for p in part] if sum(part) else even_E[e] for e, part in enumerate(parts)]
+        choose = _chooser(placement, layer)
         for _ in range(num_steps):
-            count_E = rng.multinomial(tokens * 8, load_E / load_E.sum()).tolist()
-            start_s = time.process_time()
-            quota_E = quotas(count_E, ranks_E, speeds)
-            microseconds.append((time.process_time() - start_s) * 1e6)
+            routed = load_E[:num_routed] / load_E[:num_routed].sum()
+            drawn_R = [[*rng.multinomial(n * top_k, routed), *[n] * num_shared] for n in num_tokens_R]
+            count_RE = np.array(drawn_R)
+            count_E = count_RE.sum(0).tolist()
             mean = sum(count_E) / num_ranks
             for name, part_E in (("even_hash", even_E), ("weighted_hash", weighted_E)):
                 drawn = [
                     rng.multinomial(n, p).tolist() if len(p) > 1 else [n] for n, p in zip(count_E, part_E, strict=True)
                 ]
                 found[name].append(max(_rank_loads(drawn, ranks_E, num_ranks)) / mean)
-            found["water_filling"].append(max(_rank_loads(quota_E, ranks_E, num_ranks)) / mean)
+            for name, sources in (
+                ("water_filling", count_RE.sum(0, keepdims=True)),
+                ("water_filling_by_rank", count_RE),
+            ):
+                slots_P = np.concatenate([choose(_pairs(own_E), turn) for turn, own_E in enumerate(sources)])
+                found[name].append(np.bincount(slots_P // per_rank, minlength=num_ranks).max() / mean)
             exact = pour([float(n) for n in count_E], ranks_E, speeds, 500)
             found["optimum"].append(least_hottest_time(count_E, ranks_E, speeds, exact.loads_R) / mean)
-    over = np.array(found["water_filling"]) / np.array(found["optimum"])
+    optimum = np.array(found["optimum"])
     return {
         "tokens": tokens,
         "num_steps": num_steps * len(loads_LE),
         **{name: _summary(np.array(ratios)) for name, ratios in found.items()},
-        "water_filling_over_optimum": _summary(over),
-        "water_filling_us": round(float(np.median(microseconds))),
+        "water_filling_over_optimum": _summary(np.array(found["water_filling"]) / optimum),
+        "water_filling_by_rank_over_optimum": _summary(np.array(found["water_filling_by_rank"]) / optimum),
+        "water_filling_us": _choice_us(placement, loads_LE[0], top_k, seed),
     }
+
+
+def _chooser(placement: Placement, layer: int) -> Callable[[Ints, int], Ints]:
+    table = slot_table(placement, layer, placement.num_ranks)
+    num_ranks, per_rank = placement.num_ranks, placement.slots_per_rank
+
+    def choose(experts: Ints, turn: int) -> Ints:
+        return step_slots(experts, table.slots_EC, table.width, num_ranks=num_ranks, slots_per_rank=per_rank, turn=turn)
+
+    return choose
+
+
+def _pairs(count_E: Ints) -> Ints:
+    """An entry for each (token, expert); in which order changes no count."""
+    return np.repeat(np.arange(len(count_E)), count_E)
+
+
+def _choice_us(placement: Placement, load_E: Floats, top_k: int, seed: int) -> dict[str, float]:
+    """By tokens of a rank: median microseconds to choose their copies in one layer."""
+    rng = np.random.default_rng(seed)
+    choose = _chooser(placement, 0)
+    result = {}
+    for tokens in CHOICE_TOKENS:
+        batches = [rng.choice(len(load_E), (tokens, top_k), p=load_E / load_E.sum()) for _ in range(20)]
+        times = []
+        for experts_TK in batches:
+            start_s = time.perf_counter()
+            choose(experts_TK, 0)
+            times.append(time.perf_counter() - start_s)
+        result[str(tokens)] = round(float(np.median(times)) * 1e6, 1)
+    return result
 
 
 def _rank_loads(part_E: list[list[int]], ranks_E: list[list[int]], num_ranks: int) -> list[int]:
@@ -210,12 +279,13 @@ def _rank_loads(part_E: list[list[int]], ranks_E: list[list[int]], num_ranks: in
 
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
-    drift, steps = result["drift"], result["steps"]
+    drift, steps, hierarchical = result["drift"], result["steps"], result["eplb_hierarchical"]
+    is_global = hierarchical is not None and hierarchical["as_global"]
     rows: list[tuple[str, dict[str, Any] | None]] = [
         ("planner, even split", result),
         ("planner, weighted", result["weighted"]),
         ("EPLB global", result["eplb_global"]),
-        ("EPLB hierarchical", result["eplb_hierarchical"]),
+        ("EPLB hierarchical" + (" (as global)" if is_global else ""), hierarchical),
         ("contiguous", result["contiguous"]),
         ("bound: max(mean, hottest copy)", result["bound"]),
         ("", None),
@@ -227,8 +297,10 @@ def table(result: dict[str, Any]) -> str:
         (f"steps of {steps['tokens']} tokens: even hash", steps["even_hash"]),
         ("  weighted hash", steps["weighted_hash"]),
         ("  water-filling", steps["water_filling"]),
+        ("  each rank by itself", steps["water_filling_by_rank"]),
         ("  optimum of each step", steps["optimum"]),
         ("  water-filling / optimum", steps["water_filling_over_optimum"]),
+        ("  each rank by itself / optimum", steps["water_filling_by_rank_over_optimum"]),
     ]
     lines = [
         f"EP{result['ep']}, {result['experts']} experts + {result['redundant']} copies, {result['layers']} layers: "
@@ -244,5 +316,19 @@ def table(result: dict[str, Any]) -> str:
         cells += f"{ms:9.1f}" if not math.isnan(ms) else " " * 9
         cells += f"{moved:9.1f}" if not math.isnan(moved) else ""
         lines.append(f"{name:34}{cells}".rstrip())
-    lines.append(f"water-filling takes {steps['water_filling_us']} us for a layer of a step")
+    costs = ", ".join(f"{us:.0f} us for {tokens}" for tokens, us in steps["water_filling_us"].items())
+    lines.append(f"water-filling the tokens of one rank, a layer: {costs}")
     return "\n".join(lines) + "\n"
+
+
+def tables(result: dict[str, Any]) -> str:
+    """What `run_all` found, for people."""
+    small = result["exhaustive"]
+    return "\n".join(
+        [
+            *(table(shape) for shape in result["shapes"]),
+            f"{small['instances']} small layers against every placement there is: the best one found for "
+            f"{small['optimal']}, hottest rank over the best one's {small['mean_over_optimum']:.4f} on average, "
+            f"{small['worst_over_optimum']:.4f} at worst\n",
+        ]
+    )

@@ -65,11 +65,22 @@ def placement(
     ranks_per_node: Annotated[int, typer.Option(help="Also for that mode.", min=1)] = 8,
     drift: Annotated[float, typer.Option(help="How much loads change at random.", min=0.0)] = 0.15,
     step_tokens: Annotated[int, typer.Option(help="Tokens of a sampled step.", min=1)] = 4096,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="EP32, 64, 144 and 320 in turn, and small layers against every placement."),
+    ] = False,
     json: options.AsJson = False,
 ) -> None:
     """How evenly experts are placed for measured loads, next to EPLB and to what is possible."""
-    from pd_cluster.bench.placement import run, table
+    from pd_cluster.bench.placement import run, run_all, table, tables
 
+    if every:
+        found = run_all(loads, drift=drift, step_tokens=step_tokens)
+        if json:
+            _print(found, json)
+        else:
+            sys.stdout.write(tables(found))
+        return
     result = run(
         loads,
         ep=ep,

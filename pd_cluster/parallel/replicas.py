@@ -1,10 +1,9 @@
-"""Which copy of an expert a token goes to: by weights that even out the ranks, or by the counts of the very step.
+"""Which copy of an expert a token goes to: by weights that even out the ranks over a window.
 
 Copies need not share an expert's load evenly. Poured like water, each expert in turn over the ranks that hold it until
 nothing changes, the loads reach the lowest hottest rank that the placement allows: they minimise the sum of squares
 over a base of a polymatroid, and the minimiser also has the least maximum. From loads averaged over a window come
-`weights`, by which a token's hash chooses its copy (`choose`). From the counts of one step come `quotas`, how many
-tokens each copy takes, which follow the noise of the step as well.
+`weights`, by which a token's hash chooses its copy (`choose`). `step_choice` does the same for the counts of one step.
 
 Everything here is a pure function of its arguments, so ranks with the same numbers choose alike without a word.
 """
@@ -161,27 +160,3 @@ def choose(experts_TK: Ints, mix_T: Ints, thresholds_EC: Ints) -> Ints:
     hashed = (mixed * 0x85EBCA6B & 0x7FFFFFFF) >> (31 - HASH_BITS)
     chosen: Ints = (hashed[..., None] >= thresholds_EC[experts_TK]).sum(-1)
     return chosen
-
-
-def quotas(
-    count_E: Sequence[int], ranks_E: list[list[int]], speed_R: Sequence[float], max_rounds: int = 24
-) -> list[list[int]]:
-    """[E] tokens for each copy, adding up to the step's counts: poured, then rounded so that a rank that was rounded
-    up is rounded down next.
-    """
-    pouring = pour([float(n) for n in count_E], ranks_E, speed_R, max_rounds)
-    owed_R = [0.0] * len(speed_R)
-    result = []
-    for count, ranks, part in zip(count_E, ranks_E, pouring.parts, strict=True):
-        if len(ranks) == 1:
-            result.append([int(count)])
-            continue
-        whole = [int(p) for p in part]
-        for rank, p, w in zip(ranks, part, whole, strict=True):
-            owed_R[rank] += p - w
-        by_debt = sorted(range(len(ranks)), key=lambda i: -owed_R[ranks[i]])
-        for index in by_debt[: int(count) - sum(whole)]:
-            whole[index] += 1
-            owed_R[ranks[index]] -= 1.0
-        result.append(whole)
-    return result

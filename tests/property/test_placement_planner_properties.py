@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pd_cluster.bench.exhaustive import best_of_all_placements, best_split
 from pd_cluster.bench.placement import even_ratios, weighted_ratios
 from pd_cluster.errors import NotSupported
 from pd_cluster.ids import Rank
@@ -19,12 +20,12 @@ from pd_cluster.parallel.replicas import (
     choose,
     least_hottest_time,
     pour,
-    quotas,
     ranks_of_copies,
     thresholds,
     weights,
 )
 from pd_cluster.parallel.stages import check_stage, loads, missing, stages
+from pd_cluster.parallel.step_choice import quotas
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -38,48 +39,13 @@ def drawn_loads(seed: int, num_experts: int, num_layers: int = 1) -> Floats:
     return result
 
 
-def forced_bound(load_E: Floats, ranks_E: list[list[int]], num_ranks: int) -> float:
-    """The hottest rank under the best split, over all sets of ranks: what must be computed within a set, divided."""
-    return max(
-        sum(load for load, ranks in zip(load_E, ranks_E, strict=True) if set(ranks) <= set(chosen)) / size
-        for size in range(1, num_ranks + 1)
-        for chosen in itertools.combinations(range(num_ranks), size)
-    )
-
-
-def best_of_all_placements(load_E: Floats, num_ranks: int, slots_per_rank: int, redundant: int) -> float:
-    """The hottest rank of the best placement there is, each with its best split."""
-    subsets = [c for size in range(1, num_ranks + 1) for c in itertools.combinations(range(num_ranks), size)]
-    holds = np.array([[rank in c for rank in range(num_ranks)] for c in subsets], int)
-    within = np.array([[set(c) <= set(d) for d in subsets] for c in subsets], float)
-    sizes = holds.sum(1)
-    order = np.argsort(-load_E)
-    best = np.inf
-
-    def place(index: int, used_R: np.ndarray, forced: np.ndarray, spare: int) -> None:  # type: ignore[type-arg]
-        nonlocal best
-        hottest = (forced / sizes).max()
-        if hottest >= best:
-            return
-        if index == len(order):
-            best = hottest
-            return
-        for choice, held in enumerate(holds):
-            if sizes[choice] - 1 <= spare and (used_R + held <= slots_per_rank).all():
-                more = forced + within[choice] * load_E[order[index]]
-                place(index + 1, used_R + held, more, spare - int(sizes[choice]) + 1)
-
-    place(0, np.zeros(num_ranks, int), np.zeros(len(subsets)), redundant)
-    return float(best)
-
-
 @pytest.mark.parametrize(("num_experts", "num_ranks", "redundant"), [(5, 3, 1), (6, 3, 3), (5, 4, 3), (6, 4, 2)])
 def test_small_plans_are_close_to_the_best_of_all_placements(num_experts: int, num_ranks: int, redundant: int) -> None:
     over = []
     for seed in range(12):
         load = drawn_loads(seed, num_experts)
         placement = plan(load, num_ranks, redundant=redundant)
-        found = forced_bound(load[0], ranks_of_copies(placement, 0), num_ranks)
+        found = best_split(load[0], ranks_of_copies(placement, 0), num_ranks)
         over.append(found / best_of_all_placements(load[0], num_ranks, placement.slots_per_rank, redundant))
     assert min(over) >= 1.0 - 1e-6
     assert np.mean(over) <= 1.01
@@ -114,7 +80,7 @@ def test_pouring_reaches_the_least_hottest_rank_and_proves_it(
     for part, expected in zip(poured.parts, load[0], strict=True):
         assert min(part) >= 0.0
         assert sum(part) == pytest.approx(expected)
-    best = forced_bound(load[0], ranks_E, num_ranks)
+    best = best_split(load[0], ranks_E, num_ranks)
     assert max(poured.loads_R) == pytest.approx(best, rel=5e-3)
     assert least_hottest_time(load[0].tolist(), ranks_E, speeds, poured.loads_R) <= best * (1 + 1e-9)
     for split in weights(placement, 0, load[0].tolist()):
@@ -129,14 +95,14 @@ def test_quotas_keep_every_token_and_stay_a_few_tokens_from_the_optimum(
     counts = np.random.default_rng(seed).integers(0, 200, num_experts).tolist()
     placement = plan(drawn_loads(seed, num_experts), num_ranks, redundant=redundant)
     ranks_E = ranks_of_copies(placement, 0)
-    result = quotas(counts, ranks_E, [1.0] * num_ranks, 200)
+    result = quotas(counts, ranks_E, num_ranks)
     assert [sum(part) for part in result] == counts
     loads_R = [0] * num_ranks
     for part, ranks in zip(result, ranks_E, strict=True):
         assert min(part) >= 0
         for load, rank in zip(part, ranks, strict=True):
             loads_R[rank] += load
-    best = forced_bound(np.array(counts, float), ranks_E, num_ranks)
+    best = best_split(np.array(counts, float), ranks_E, num_ranks)
     assert max(loads_R) <= best * 1.005 + 3
 
 

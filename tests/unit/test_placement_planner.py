@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pd_cluster.bench.placement import even_ratios, run, weighted_ratios
+from pd_cluster.bench import placement as placement_bench
+from pd_cluster.bench.placement import even_ratios, run, table, weighted_ratios
 from pd_cluster.cli.main import app
 from pd_cluster.errors import ConfigError
 from pd_cluster.ids import ExpertId, Rank
@@ -178,13 +179,43 @@ def test_the_bench_prints_a_table_and_one_line_of_json(tmp_path: Path) -> None:
     assert result["layers_above_eplb"] == 0
 
 
+def test_eplb_is_global_where_its_groups_do_not_divide_over_the_nodes(tmp_path: Path) -> None:
+    loads = tmp_path / "loads.json"
+    loads.write_bytes(msgspec.json.encode(skewed(2, 64).tolist()))
+    result = run(loads, ep=24, redundant=8, ranks_per_node=8, steps=1)
+    assert result["eplb_hierarchical"]["as_global"]
+    assert result["eplb_hierarchical"]["worst"] == result["eplb_global"]["worst"]
+    assert "EPLB hierarchical (as global)" in table(result)
+    assert run(loads, ep=24, redundant=9, steps=1)["eplb_hierarchical"] is None
+
+
+def test_all_shapes_and_small_layers_are_shown_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement_bench, "SHAPES", ((8, 8, False), (40, 7, True)))
+    loads = tmp_path / "loads.json"
+    loads.write_bytes(msgspec.json.encode(skewed(2, 32).tolist()))
+    arguments = ["bench", "placement", "--all", "--loads", str(loads)]
+    text = CliRunner().invoke(app, arguments)
+    assert "EP8, 32 experts + 8 copies" in text.output
+    assert "EP40, 33 experts + 7 copies" in text.output
+    assert "24 small layers against every placement there is" in text.output
+    result = msgspec.json.decode(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert [shape["ep"] for shape in result["shapes"]] == [8, 40]
+    small = result["exhaustive"]
+    assert 1.0 - 1e-6 <= small["mean_over_optimum"] <= 1.01
+    assert small["worst_over_optimum"] <= 1.08
+    assert small["optimal"] >= 12
+
+
 def test_water_filling_a_step_is_within_a_percent_of_its_optimum(tmp_path: Path) -> None:
     loads = tmp_path / "loads.json"
     loads.write_bytes(msgspec.json.encode(skewed(4).tolist()))
     steps = run(loads, ep=32, redundant=32, steps=2)["steps"]
     assert 1.0 <= steps["water_filling_over_optimum"]["mean_max_over_mean"] <= 1.01
     assert steps["optimum"]["worst"] <= steps["weighted_hash"]["worst"]
-    assert steps["water_filling"]["mean_max_over_mean"] < steps["weighted_hash"]["mean_max_over_mean"] - 0.01
+    by_rank = steps["water_filling_by_rank"]["mean_max_over_mean"]
+    assert steps["water_filling"]["mean_max_over_mean"] <= by_rank
+    assert by_rank < steps["weighted_hash"]["mean_max_over_mean"] - 0.01
+    assert list(steps["water_filling_us"]) == ["32", "64", "128", "256"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[[1, 2], [3]]", "[[0, 0]]", "[[1, -1]]", "not json"])
