@@ -180,9 +180,15 @@ class GroupLife:
         return [rank for member in starting for rank in member.ranks if rank not in member.reports]
 
     @property
-    def beating(self) -> list[Rank]:
-        """Ranks whose heartbeats count."""
-        return [rank for member in self.members if member.computes for rank in member.ranks]
+    def awaited(self) -> dict[Rank, EngineEpoch]:
+        """Ranks whose report is due, with the life that it is of."""
+        return {rank: self._life(self._member_of(rank)) for rank in self.missing}
+
+    @property
+    def beating(self) -> dict[Rank, EngineEpoch]:
+        """Ranks whose heartbeats count, with the life that they are of."""
+        computing = [member for member in self.members if member.computes]
+        return {rank: self._life(member) for member in computing for rank in member.ranks}
 
     @property
     def generation(self) -> int:
@@ -198,12 +204,6 @@ class GroupLife:
         """Whether as many members serve as shall, and nobody is on the way in or out."""
         stages = [member.stage for member in self.members]
         return stages.count(Stage.UP) == self.num_wanted and set(stages) <= {Stage.UP, Stage.AWAY}
-
-    def life_of(self, rank: Rank) -> EngineEpoch:
-        """The present life of a rank that may run."""
-        life = self._member_of(rank).life
-        assert life is not None
-        return life
 
     def resize(self, num_members: int) -> None:
         """So many members shall serve from the next tick on."""

@@ -156,6 +156,11 @@ class EngineLife:
         """Ranks of this life that have not reported."""
         return [rank for rank in map(Rank, range(self.num_ranks)) if rank not in self.reports]
 
+    @property
+    def awaited(self) -> dict[Rank, EngineEpoch]:
+        """Ranks whose report is due, with the life that it is of."""
+        return dict.fromkeys(self.missing, self._epoch()) if self.state is State.STARTING else {}
+
     def tick(self, now_s: float) -> list[Action]:
         """Let time pass. The first call starts the engine."""
         if self.state is State.BACKOFF and now_s >= self._restart_at_s:

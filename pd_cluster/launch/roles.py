@@ -1,5 +1,7 @@
 """The role table: which engines a configuration asks for, and the ranks of one life of an engine."""
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from pd_cluster.config import ClusterConfig, EngineSection
@@ -15,6 +17,7 @@ class EngineShape(Struct, frozen=True, kw_only=True):
     data_parallel: int
     tensor_parallel: int
     threads: int
+    elastic: bool = False  # its DP ranks live and die one by one
 
     @property
     def num_ranks(self) -> int:
@@ -39,6 +42,7 @@ def _shape(role: Role, section: EngineSection, index: int) -> EngineShape:
         data_parallel=section.data_parallel,
         tensor_parallel=section.tensor_parallel,
         threads=section.threads,
+        elastic=section.elastic,
     )
 
 
@@ -48,14 +52,20 @@ def engine_shape(role: Role, index: int, config: ClusterConfig) -> EngineShape:
 
 
 def rank_specs(
-    shape: EngineShape, epoch: EngineEpoch, config: ClusterConfig, store_address: tuple[str, int], ranks_on_host: int
+    shape: EngineShape,
+    epoch: EngineEpoch,
+    config: ClusterConfig,
+    store_address: tuple[str, int],
+    ranks_on_host: int,
+    lives: Mapping[int, EngineEpoch] | None = None,
 ) -> list[RankSpec]:
-    """Every rank of a new life of the engine, in rank order."""
+    """Every rank of a new life of the engine, in rank order; or of the DP ranks in `lives`, each with its own."""
     return [
         RankSpec(
             role=shape.role,
             engine_id=shape.engine_id,
             epoch=epoch,
+            life=None if lives is None else lives[rank // shape.tensor_parallel],
             rank=Rank(rank),
             data_parallel=shape.data_parallel,
             tensor_parallel=shape.tensor_parallel,
@@ -66,4 +76,5 @@ def rank_specs(
             ranks_on_host=ranks_on_host,
         )
         for rank in range(shape.num_ranks)
+        if lives is None or rank // shape.tensor_parallel in lives
     ]

@@ -6,6 +6,7 @@ meet again. A connection's blocking calls exclude each other; whoever waits for 
 """
 
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -37,6 +38,7 @@ from pd_cluster.launch.spec import (
 from pd_cluster.parallel.roster import Roster
 
 TIMEOUT_S = 30.0
+NO_BEAT = Beat(-1)
 
 
 def connect(host: str, port: int, timeout_s: float = TIMEOUT_S) -> TCPStore:
@@ -111,6 +113,18 @@ class StoreServer:
     def beat_of(self, life: EngineEpoch, rank: Rank) -> Beat | None:
         data = read(self.store, beat_key(life, rank))
         return None if data is None else decode_beat(data)
+
+    def expect_beats(self, lives: Mapping[Rank, EngineEpoch]) -> None:
+        """Ranks are about to start; until they beat, `beats` tells NO_BEAT of them."""
+        for rank, life in lives.items():
+            write(self.store, beat_key(life, rank), encode_message(NO_BEAT))
+
+    def beats(self, lives: Mapping[Rank, EngineEpoch]) -> dict[Rank, Beat]:
+        """The latest heartbeats, in one round trip; of ranks that were expected."""
+        if not lives:
+            return {}
+        found = self.store.multi_get([beat_key(life, rank) for rank, life in lives.items()])
+        return {rank: decode_beat(bytes(data)) for rank, data in zip(lives, found, strict=True)}
 
     def release(self, epoch: EngineEpoch, generation: int) -> Release | None:
         """What the group said of those that left with that roster."""

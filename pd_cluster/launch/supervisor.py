@@ -1,14 +1,15 @@
 """The supervisor: starts every engine of a configuration, watches its ranks and replaces what dies.
 
-It alone decides what runs. One task on the event loop looks at all ranks, feeds what it sees to each engine's
-`EngineLife` and does what that decides, so nothing else changes state. Launcher calls may block, so they run on one
-thread of the supervisor's own, which lives as long as the ranks; the ranks' lease is extended by a task of its own.
+It alone decides what runs. One task on the event loop looks at all ranks, feeds what it sees to each engine's life (see
+`lifecycle`, and `group_life` for elastic engines) and does what that decides, so nothing else changes state. Launcher
+calls may block: one thread of the supervisor's own looks at ranks and ends them, another one starts them, so that a
+start that takes long keeps nobody from noticing a death. Both live as long as the ranks; the ranks' lease is extended
+by a task of its own.
 """
 
 import asyncio
 import functools
 import itertools
-import signal
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -18,31 +19,34 @@ from msgspec import Struct
 
 from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.config import ClusterConfig
-from pd_cluster.errors import PdClusterError
-from pd_cluster.ids import EngineEpoch, EngineId, Rank, WorkerId, new_epoch, worker_id
+from pd_cluster.errors import InvalidRequest, PdClusterError
+from pd_cluster.ids import EngineId, Rank, WorkerId, worker_id
+from pd_cluster.launch.group_life import GroupLife, Issue, KillMembers, StartMembers, TerminateMembers
 from pd_cluster.launch.launcher import Launcher, RankHandle
 from pd_cluster.launch.lifecycle import (
-    Action,
     EngineDead,
     EngineEvent,
     EngineFailed,
-    EngineLife,
     EngineLost,
     EngineUp,
     Kill,
     Start,
     State,
     Terminate,
-    describe_exit,
 )
-from pd_cluster.launch.roles import EngineShape, engine_shape, engine_shapes, rank_specs
-from pd_cluster.launch.spec import RankProgress, RankReport, RankSpec, Role
+from pd_cluster.launch.roles import EngineShape, engine_shape, engine_shapes
+from pd_cluster.launch.spec import RankProgress, RankSpec, Role
 from pd_cluster.launch.store import StoreServer
+from pd_cluster.launch.supervised import AnyAction, Engine, Seen
 from pd_cluster.log import get_log
+from pd_cluster.parallel.roster import Roster
 
 log = get_log(__name__)
 
 WATCH_S = 0.05
+ELASTIC_WATCH_S = 0.1
+"""While every engine serves and one of them is elastic: its other DP ranks wait for the word that one is dead."""
+
 CALM_WATCH_S = 0.2
 """While every engine serves."""
 
@@ -51,45 +55,15 @@ BEAT_S = 1.0
 T = TypeVar("T")
 OnEvent = Callable[[EngineEvent], Awaitable[None]]
 OnProgress = Callable[[EngineId, Rank, RankProgress], None]
+Begin = Start | StartMembers
 
 
-class Engine:
-    """An engine under supervision: its shape, its life, and the processes of that life."""
+class Starting(Struct, frozen=True, kw_only=True):
+    """Engines whose ranks start together, on the launcher's thread."""
 
-    def __init__(self, shape: EngineShape, config: ClusterConfig) -> None:
-        self.shape = shape
-        self.life = EngineLife(
-            shape.engine_id,
-            shape.num_ranks,
-            max_restarts=config.launch.max_restarts,
-            start_timeout_s=config.launch.start_timeout_s,
-            new_epoch=new_epoch,
-        )
-        self.handles: dict[Rank, RankHandle] = {}  # of ranks not seen dead
-        self.progress: dict[Rank, RankProgress] = {}
-        self.killed = False
-        self.retired = False
-
-    @property
-    def pids(self) -> dict[Rank, int]:
-        return {rank: handle.pid for rank, handle in self.handles.items() if handle.pid is not None}
-
-    def terminate(self) -> None:
-        for handle in self.handles.values():
-            handle.terminate()
-
-    def kill(self) -> None:
-        self.killed = True
-        for handle in self.handles.values():
-            handle.kill()
-
-
-class Seen(Struct, frozen=True):
-    """What one look at an engine's ranks found."""
-
-    reports: list[RankReport]
-    progress: dict[Rank, RankProgress]
-    exits: dict[Rank, str | None]  # rank -> how it ended; None when the supervisor killed it
+    due: list[tuple[Engine, Begin]]
+    specs: list[list[RankSpec]]  # of each
+    handles: asyncio.Future[list[RankHandle]]
 
 
 class Supervisor:
@@ -115,7 +89,9 @@ class Supervisor:
         self._clock = clock or SystemClock()
         self._store_port = store_port
         self.engines = {shape.engine_id: Engine(shape, config) for shape in shapes or engine_shapes(config)}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="watch")
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        self._starting: list[Starting] = []
         self._store: StoreServer | None = None
         self._watching: asyncio.Task[None] | None = None
         self._looked = asyncio.Event()
@@ -166,10 +142,11 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._on_thread(self._launcher.close)
+            await asyncio.get_running_loop().run_in_executor(self._starter, self._launcher.close)
             if self._store is not None:
                 self._store.close()
             self._thread.shutdown()
+            self._starter.shutdown()
 
     async def wait_failed(self) -> None:
         """Wait until a role has no engine left that will serve, then raise the last one's error."""
@@ -197,6 +174,26 @@ class Supervisor:
         engine = self.engines[engine_id]
         engine.retired = True
         await self._until(lambda: self.engines.get(engine_id) is not engine)
+
+    async def resize(self, engine_id: EngineId, num_members: int) -> None:
+        """Let so many DP ranks of an elastic engine serve; returns when they do, which may take as long as a start.
+
+        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go.
+        """
+        engine = self.engines[engine_id]
+        assert isinstance(engine.life, GroupLife)
+        life = engine.life
+        life.resize(num_members)
+
+        def over() -> bool:
+            left = self.engines.get(engine_id) is not engine or life.state in (State.FAILED, State.STOPPED)
+            return left or life.num_wanted != num_members or (life.state is State.READY and life.settled)
+
+        await self._until(over)
+        if life.refusal is not None:
+            raise InvalidRequest(f"{engine_id} keeps its {life.num_wanted} DP ranks: {life.refusal}", param="ranks")
+        if life.num_wanted != num_members:
+            raise InvalidRequest(f"{engine_id} was told meanwhile to have {life.num_wanted} DP ranks", param="ranks")
 
     # ---- conditions
 
@@ -239,107 +236,103 @@ class Supervisor:
 
     async def _watch(self, store: StoreServer) -> None:
         while True:
-            await self._start_due(store)
+            await self._let_time_pass(store)
+            await self._take_started(store)
             for engine_id, engine in list(self.engines.items()):
                 if engine.retired and engine.life.state is State.STOPPED:
                     del self.engines[engine_id]
             living = [engine for engine in self.engines.values() if engine.handles]
-            for engine, seen in await self._on_thread(functools.partial(self._look_at_all, living, store)):
-                await self._take(engine, seen)
+            for engine, seen in await self._on_thread(functools.partial(_look_at_all, living, store)):
+                self._tell_progress(engine, seen)
+                await self._do_all(engine, engine.take(seen, self._clock.now_s()), store)
             self._looked.set()
-            await asyncio.sleep(CALM_WATCH_S if self._all_in(State.READY) and not self._stopping else WATCH_S)
+            await asyncio.sleep(self._pause_s())
 
-    async def _start_due(self, store: StoreServer) -> None:
-        """Let time pass for every engine, and start those whose time has come together."""
-        due: list[tuple[Engine, list[RankSpec]]] = []
+    def _pause_s(self) -> float:
+        if self._stopping or not self._all_in(State.READY):
+            return WATCH_S
+        return ELASTIC_WATCH_S if any(engine.shape.elastic for engine in self.engines.values()) else CALM_WATCH_S
+
+    async def _let_time_pass(self, store: StoreServer) -> None:
+        """For every engine; those whose time has come start together."""
+        due: list[tuple[Engine, Begin]] = []
         for engine in list(self.engines.values()):
             now_s = self._clock.now_s()
-            actions: list[Action] = []
+            actions: list[AnyAction] = []
             if self._stopping:
-                actions = engine.life.stop(now_s)
+                actions += engine.life.stop(now_s)
             elif engine.retired:
-                actions = engine.life.stop(now_s, "its pool shrinks")
-            for action in actions + engine.life.tick(now_s):
-                if isinstance(action, Start):
-                    address = (store.host, store.port)
-                    due.append((engine, rank_specs(engine.shape, action.epoch, self._config, address, self.num_ranks)))
-                else:
-                    await self._do(engine, action)
-        if not due:
-            return
-        specs = [spec for _, engine_specs in due for spec in engine_specs]
-        try:
-            handles = await self._on_thread(functools.partial(self._launcher.start, specs))
-        except PdClusterError as error:
-            for engine, _ in due:
-                await self._do_all(engine, engine.life.not_started(error, self._clock.now_s()))
-            return
-        by_name = {handle.spec.name: handle for handle in handles}
-        for engine, engine_specs in due:
-            engine.progress = {}
-            engine.killed = False
-            engine.handles = {spec.rank: by_name[spec.name] for spec in engine_specs}
+                actions += engine.life.stop(now_s, "its pool shrinks")
+            actions += engine.life.tick(now_s)
+            due += [(engine, action) for action in actions if isinstance(action, Start | StartMembers)]
+            await self._do_all(
+                engine, [action for action in actions if not isinstance(action, Start | StartMembers)], store
+            )
+        if due:
+            self._starting.append(self._start(due, store))
 
-    def _look_at_all(self, engines: list[Engine], store: StoreServer) -> list[tuple[Engine, Seen]]:
-        return [(engine, self._look(engine, store)) for engine in engines]
+    def _start(self, due: list[tuple[Engine, Begin]], store: StoreServer) -> "Starting":
+        address = (store.host, store.port)
+        specs = [engine.specs(start, address, self.num_ranks) for engine, start in due]
+        for engine_specs in specs:
+            store.expect_beats({spec.rank: spec.worker_epoch for spec in engine_specs if spec.life is not None})
+        wanted = [spec for engine_specs in specs for spec in engine_specs]
+        handles = asyncio.get_running_loop().run_in_executor(self._starter, self._launcher.start, wanted)
+        return Starting(due=due, specs=specs, handles=handles)
 
-    def _look(self, engine: Engine, store: StoreServer) -> Seen:
-        """Blocking. Exits come first, so that whatever a dead rank reported is seen with its death."""
-        epoch = engine.life.epoch
-        assert epoch is not None
-        exits: dict[Rank, str | None] = {}
-        for rank, handle in engine.handles.items():
-            if (code := handle.poll()) is not None:
-                ours = engine.killed and code == -signal.SIGKILL
-                exits[rank] = None if ours else describe_exit(handle.spec.name, code, handle.log_tail())
-        missing = engine.life.missing if engine.life.state is State.STARTING else []
-        reports = [report for rank in missing if (report := store.report(epoch, rank)) is not None]
-        progress = {rank: done for rank in missing if (done := store.progress(epoch, rank)) is not None}
-        return Seen(reports, progress, exits)
+    async def _take_started(self, store: StoreServer) -> None:
+        """Ranks whose start has ended are looked at from now on; those that were given up meanwhile are told so."""
+        ended = [starting for starting in self._starting if starting.handles.done()]
+        self._starting = [starting for starting in self._starting if not starting.handles.done()]
+        for starting in ended:
+            try:
+                by_name = {handle.spec.name: handle for handle in starting.handles.result()}
+            except PdClusterError as error:
+                for engine, start in starting.due:
+                    await self._do_all(engine, engine.not_started(start, error, self._clock.now_s()), store)
+                continue
+            for (engine, _), specs in zip(starting.due, starting.specs, strict=True):
+                engine.started([by_name[spec.name] for spec in specs])
+                await self._on_thread(engine.catch_up)
 
-    async def _take(self, engine: Engine, seen: Seen) -> None:
-        now_s = self._clock.now_s()
+    def _tell_progress(self, engine: Engine, seen: Seen) -> None:
         for rank, progress in seen.progress.items():
             if self._on_progress is not None and engine.progress.get(rank) != progress:
                 self._on_progress(engine.shape.engine_id, rank, progress)
-            engine.progress[rank] = progress
-        for report in sorted(seen.reports, key=lambda r: r.error is None):  # errors first: they are the cause
-            await self._do_all(engine, engine.life.reported(report, now_s))
-        for rank, reason in seen.exits.items():
-            del engine.handles[rank]
-            await self._do_all(engine, engine.life.exited(rank, reason, now_s))
 
-    async def _do_all(self, engine: Engine, actions: list[Action]) -> None:
+    async def _do_all(self, engine: Engine, actions: list[AnyAction], store: StoreServer) -> None:
         for action in actions:
-            await self._do(engine, action)
-
-    async def _do(self, engine: Engine, action: Action) -> None:
-        match action:
-            case Start():
-                raise AssertionError("starts come from tick alone")
-            case Terminate():
-                await self._on_thread(engine.terminate)
-            case Kill():
-                await self._on_thread(functools.partial(self._kill, engine, action.epoch))
-            case EngineUp() | EngineLost() | EngineDead() | EngineFailed():
-                _log(action)
-                if self._on_event is not None:
-                    await self._on_event(action)
-
-    def _kill(self, engine: Engine, epoch: EngineEpoch) -> None:
-        """Ranks out of the launcher's reach end by themselves: the store tells them, or their lease is over."""
-        if self._store is not None:
-            self._store.revoke(epoch)
-        engine.kill()
+            match action:
+                case Start() | StartMembers():
+                    raise AssertionError("starts come from tick alone")
+                case Issue():
+                    store.issue(action.epoch, action.roster)  # to a server in this process: microseconds
+                    if action.roster.generation:
+                        _log_roster(engine.shape.engine_id, action.roster)
+                case Terminate() | Kill() | TerminateMembers() | KillMembers():
+                    await self._on_thread(functools.partial(engine.end, action, store))
+                case EngineUp() | EngineLost() | EngineDead() | EngineFailed():
+                    _log(action)
+                    if self._on_event is not None:
+                        await self._on_event(action)
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+def _look_at_all(engines: list[Engine], store: StoreServer) -> list[tuple[Engine, Seen]]:
+    return [(engine, engine.look(store)) for engine in engines]
 
 
 async def _beat(store: StoreServer) -> None:
     while True:
         store.beat()  # to a server in this process: microseconds
         await asyncio.sleep(BEAT_S)
+
+
+def _log_roster(engine_id: EngineId, roster: Roster) -> None:
+    members, leaving = roster.members, sorted(roster.leaving)
+    log.info("roster", engine=engine_id, generation=roster.generation, members=members, leaving=leaving)
 
 
 def _log(event: EngineEvent) -> None:
