@@ -48,6 +48,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     redundant_experts: int = 0
     dispatcher: Literal["auto", "collective", "nixl"] = "auto"  # between DP ranks that share experts
     dispatch_dtype: Literal["auto", "fp8"] = "auto"  # how tokens travel there: as they are, or in half the bytes
+    replica_choice: Literal["hash", "step"] = "hash"  # among copies of an expert; step: by the counts of each step
     expert_slots_per_rank: int | None = None  # in each layer; empty ones let experts move. Defaults to what is needed
     block_size: int | None = None
     num_blocks: int | None = None
