@@ -24,6 +24,7 @@ from pd_cluster.model.batch import Int64, Span
 from pd_cluster.model.config import Dtype, ModelConfig
 from pd_cluster.model.loader import Progress, load_transformer
 from pd_cluster.model.sampler import Sampler, SampleRow
+from pd_cluster.model.step_map import ReplicaChoice, choose_by_step
 from pd_cluster.model.transformer import Transformer
 from pd_cluster.model.weights import WeightSource
 from pd_cluster.parallel.codec import CodecName
@@ -213,6 +214,7 @@ def build_engine(
     placement: Placement | None = None,
     dispatcher: DispatcherName = "auto",
     dispatch_dtype: CodecName = "auto",
+    replica_choice: ReplicaChoice = "hash",
     eos_token_ids: tuple[int, ...] | None = None,
     device: torch.device | None = None,
     progress: Progress | None = None,
@@ -221,9 +223,10 @@ def build_engine(
 
     `groups` says which rank this is (alone without). `num_blocks` None: measured after a step of
     `max_num_batched_tokens`, and equal on all ranks. `dispatcher`: see `parallel.dispatchers`; `local` plays all ranks
-    of `placement` in this process. `dispatch_dtype`: how tokens travel between ranks. `expert_slots_per_rank`:
-    room for experts in every layer, default what the first placement fills. `without_experts`: a rank that joins later
-    and is given its experts then. `eos_token_ids` default to the config's.
+    of `placement` in this process. `dispatch_dtype`: how tokens travel between ranks. `replica_choice`: whether a
+    token's hash or the counts of its step say which copy of an expert it goes to. `expert_slots_per_rank`: room for
+    experts in every layer, default what the first placement fills. `without_experts`: a rank that joins later and is
+    given its experts then. `eos_token_ids` default to the config's.
     Raises ConfigError for what does not divide or fit, ModelError from the source.
     """
     groups = groups or Groups()
@@ -256,6 +259,8 @@ def build_engine(
         progress=progress,
         without_experts=without_experts,
     )
+    if replica_choice == "step" and chosen is not None and placement is not None:
+        choose_by_step(model.moe_layers, chosen, placement)
     layout = layout_of(config, model.heads.held, dtype, block_size)
     if num_blocks is None:
         longest = min(max_num_batched_tokens, max_model_len or config.max_position_embeddings)

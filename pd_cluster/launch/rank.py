@@ -217,6 +217,7 @@ class RankServer:
             redundant_experts=section.redundant_experts,
             dispatcher=section.dispatcher if section.data_parallel > 1 else "auto",
             dispatch_dtype=section.dispatch_dtype if section.data_parallel > 1 else "auto",
+            replica_choice=section.replica_choice,
             expert_slots_per_rank=section.expert_slots_per_rank,
             eos_token_ids=model.eos_token_ids,
             progress=lambda done, total: self._rendezvous.progress("weights", done, total),
