@@ -21,7 +21,8 @@ every wait raises EngineError.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -259,14 +260,16 @@ class StepSync:
         if len(self._leads) + len(self._followers) == self._num_below():
             self._all_joined.set()
 
-    def _spawn(self, reading: Awaitable[None]) -> None:
+    def _spawn(self, reading: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
             try:
                 await reading
             except EngineError as error:
                 self._arrive(error)
 
-        self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
+        task = asyncio.get_running_loop().create_task(guarded())
+        task.add_done_callback(lambda _task: reading.close())  # cancelled before it began
+        self._tasks.append(task)
 
     async def _read_hub(self, link: Link) -> None:
         while True:
@@ -286,11 +289,13 @@ class StepSync:
 
     async def _read_follower(self, rank: Rank, link: Link) -> None:
         while True:
-            message = await link.receive()
-            if isinstance(message, Tell):
-                self.on_tell(rank, message.payload)
-            elif isinstance(message, Note):
-                self.report(message.payload)
+            self._hear_follower(rank, await link.receive())
+
+    def _hear_follower(self, rank: Rank, message: Message) -> None:
+        if isinstance(message, Tell):
+            self.on_tell(rank, message.payload)
+        elif isinstance(message, Note):
+            self.report(message.payload)
 
     def _arrive(self, go: Go | EngineError) -> None:
         self._go.append(go)
