@@ -97,6 +97,21 @@ def placement(
         sys.stdout.write(table(result))
 
 
+@app.command()
+@edge.guard
+def dispatch(
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank.", min=1)] = 32,
+    exchanges: Annotated[int, typer.Option(help="Exchanges in a turn.", min=1)] = 100,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are shown.", min=1)] = 7,
+    json: options.AsJson = False,
+) -> None:
+    """Tokens to experts and back between 2 and 4 ranks: one-sided writes next to gloo."""
+    from pd_cluster.bench.dispatch import run
+
+    for result in run(num_tokens=tokens, exchanges=exchanges, rounds=rounds):
+        _print(result, json)
+
+
 Threads = Annotated[int, typer.Option(help="Of the engine, in this process.", min=1)]
 
 
