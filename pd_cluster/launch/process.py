@@ -98,7 +98,7 @@ class ProcessLauncher:
         return list(started)
 
     def _start(self, spec: RankSpec, gpu: str | None, variables: dict[str, str]) -> ProcessHandle:
-        log = self.logs / f"{spec.name}-{spec.epoch}.log"
+        log = self.logs / f"{spec.name}-{spec.worker_epoch}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
                 self._command,

@@ -1,9 +1,9 @@
-"""The Ray launcher: every rank is an actor of a Ray cluster, placed by one placement group for each engine.
+"""The Ray launcher: every rank is an actor of a Ray cluster, placed by one placement group for each life.
 
-A prefill instance is packed, for its ranks talk to each other most; a decode group is spread over nodes. Ray places,
-starts and kills, and notices deaths; no token and no KV passes through it. That a rank is dead is said only when its
-process is seen dead on its own node: Ray may call an actor dead while its process still runs. Beside this module only
-`serve.py` imports Ray.
+A prefill instance is packed, for its ranks talk to each other most, and so is a DP rank that lives on its own; a decode
+group that lives as a whole is spread over nodes. Ray places, starts and kills, and notices deaths; no token and no KV
+passes through it. That a rank is dead is said only when its process is seen dead on its own node: Ray may call an actor
+dead while its process still runs. Beside this module only `serve.py` imports Ray.
 """
 
 import logging
@@ -34,6 +34,8 @@ from pd_cluster.launch.spec import LEASE_S, RankSpec, decode_spec, encode_spec
 from pd_cluster.log import configure_logging
 
 RunRank = Callable[[RankSpec, threading.Event], None]
+Place = tuple[EngineId, int | None]
+"""Of an engine, or of one of its DP ranks where these live and die one by one."""
 
 PLACE_TIMEOUT_S = 10.0
 REPLACE_TIMEOUT_S = 1.0
@@ -110,6 +112,7 @@ class NodeClient:
     """Reaches the `Node` of one node. When the node is lost, its ranks count as dead once their lease has run out."""
 
     def __init__(self, node_id: str) -> None:
+        self._asked: dict[ProcessIdentity, tuple[Any, float]] = {}  # answers that are due, and since when
         self._local = Node() if node_id == _own_node_id() else None
         self._actor: Any = None
         self._lost_s: float | None = None
@@ -118,10 +121,17 @@ class NodeClient:
             self._actor = ray.remote(Node).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
     def lives(self, process: ProcessIdentity) -> bool:
+        """Whether it may live, as far as is known: a node that does not answer keeps nobody waiting."""
         if self._local is not None:
             return self._local.lives(process)
+        if process not in self._asked:
+            self._asked[process] = self._actor.lives.remote(process), time.monotonic()
+        answer, asked_s = self._asked[process]
+        if not ray.wait([answer], timeout=0)[0] and time.monotonic() - asked_s < NODE_TIMEOUT_S:
+            return True
+        del self._asked[process]
         try:
-            lives = bool(ray.get(self._actor.lives.remote(process), timeout=NODE_TIMEOUT_S))
+            lives = bool(ray.get(answer, timeout=0))
         except RayError:
             self._lost_s = self._lost_s or time.monotonic()
             return time.monotonic() - self._lost_s < LEASE_S + MARGIN_S
@@ -222,8 +232,8 @@ class RayLauncher:
         # on a cluster of this node alone nothing needs to leave the machine
         self._alone = [node["NodeID"] for node in ray.nodes() if node["Alive"]] == [_own_node_id()]
         self.host = "127.0.0.1" if self._alone else get_node_ip_address()
-        self._groups: dict[EngineEpoch, PlacementGroup] = {}
-        self._waiting: dict[EngineId, PlacementGroup] = {}  # asked for in vain; a cluster may grow to hold them
+        self._groups: dict[EngineEpoch, PlacementGroup] = {}  # by life
+        self._waiting: dict[Place, PlacementGroup] = {}  # asked for in vain; a cluster may grow to hold them
         self._handles: list[RayHandle] = []
         self._nodes: dict[str, NodeClient] = {}
         self._has_served = False
@@ -235,23 +245,24 @@ class RayLauncher:
 
     def start(self, specs: list[RankSpec]) -> list[RankHandle]:
         self._forget_dead()
-        engines = {spec.epoch: spec.engine_id for spec in specs}
+        lives: dict[EngineEpoch, list[RankSpec]] = {}
+        for spec in specs:
+            lives.setdefault(spec.worker_epoch, []).append(spec)
         groups: dict[EngineEpoch, PlacementGroup] = {}
         actors: list[Any] = []
         try:
             share = self._cpu_share(specs)
-            gpu_shares = [_gpu_share(spec, specs) for spec in specs]
-            for epoch, engine_id in engines.items():
-                waiting = self._waiting.pop(engine_id, None)
-                bundles = [bundle(s, share, gpu) for s, gpu in zip(specs, gpu_shares, strict=True) if s.epoch == epoch]
-                role = next(spec.role for spec in specs if spec.epoch == epoch)
-                groups[epoch] = waiting or placement_group(bundles, strategy="PACK" if role == "prefill" else "SPREAD")
-            self._wait_placed(groups, engines, len(specs))
+            gpu_shares = {spec.name: _gpu_share(spec, specs) for spec in specs}
+            for life, ranks in lives.items():
+                waiting = self._waiting.pop(_place(ranks[0]), None)
+                bundles = [bundle(spec, share, gpu_shares[spec.name]) for spec in ranks]
+                groups[life] = waiting or placement_group(bundles, strategy=_strategy(ranks[0]))
+            self._wait_placed(groups, lives)
             for spec in specs:
-                group = groups[spec.epoch]
-                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=spec.rank)
-                room = group.bundle_specs[spec.rank]
-                options = {"name": f"{spec.name}-{spec.epoch}", "max_concurrency": 4}
+                group, index = groups[spec.worker_epoch], lives[spec.worker_epoch].index(spec)
+                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                room = group.bundle_specs[index]
+                options = {"name": f"{spec.name}-{spec.worker_epoch}", "max_concurrency": 4}
                 options |= {"num_cpus": room["CPU"], "num_gpus": room.get("GPU", 0)}
                 actor = ray.remote(RankActor).options(scheduling_strategy=strategy, max_restarts=0, **options)
                 actors.append(actor.remote(spec.threads))
@@ -271,7 +282,8 @@ class RayLauncher:
             raise Unavailable(f"Ray could not start ranks: {error}") from error
         per_node = Counter(home.node_id for home in homes) + Counter(handle.node_id for handle in self._handles)
         started = []
-        for spec, actor, home, gpu in zip(specs, actors, homes, gpu_shares, strict=True):
+        for spec, actor, home in zip(specs, actors, homes, strict=True):
+            gpu = gpu_shares[spec.name]
             if home.node_id not in self._nodes:
                 self._nodes[home.node_id] = NodeClient(home.node_id)
             node = self._nodes[home.node_id]
@@ -290,19 +302,18 @@ class RayLauncher:
         free = max(ray.available_resources().get("CPU", 0.0) - self._spare_cpus, 0.0)
         return 1.0 if wanted <= free else max(math.floor(free / wanted * 1000) / 1000, 0.001)
 
-    def _wait_placed(
-        self, groups: dict[EngineEpoch, PlacementGroup], engines: dict[EngineEpoch, EngineId], num_ranks: int
-    ) -> None:
+    def _wait_placed(self, groups: dict[EngineEpoch, PlacementGroup], lives: dict[EngineEpoch, list[RankSpec]]) -> None:
         """Raises Unavailable; where ranks serve already, the groups stay in line for the next try."""
         timeout_s = REPLACE_TIMEOUT_S if self._has_served else PLACE_TIMEOUT_S
         try:
             ray.get([group.ready() for group in groups.values()], timeout=timeout_s)
         except GetTimeoutError as error:
             if self._has_served:
-                self._waiting |= {engines[epoch]: group for epoch, group in groups.items()}
+                self._waiting |= {_place(lives[life][0]): group for life, group in groups.items()}
             free = ray.available_resources()
             gpus = any("GPU" in each for group in groups.values() for each in group.bundle_specs)
             what = f"{free.get('CPU', 0.0):g} CPUs" + (f" and {free.get('GPU', 0.0):g} GPUs" if gpus else "")
+            num_ranks = sum(map(len, lives.values()))
             raise Unavailable(
                 f"the Ray cluster found no place for {num_ranks} ranks in {timeout_s:g} s ({what} are free): "
                 "add nodes, end other jobs or shrink the pools"
@@ -311,9 +322,9 @@ class RayLauncher:
 
     def _forget_dead(self) -> None:
         self._handles = [handle for handle in self._handles if handle.poll() is None]
-        living = {handle.spec.epoch for handle in self._handles}
-        for epoch in set(self._groups) - living:
-            remove_placement_group(self._groups.pop(epoch))
+        living = {handle.spec.worker_epoch for handle in self._handles}
+        for life in set(self._groups) - living:
+            remove_placement_group(self._groups.pop(life))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -347,6 +358,14 @@ def _init(address: str) -> None:
         place = "a local Ray cluster did not start" if address == "local" else f"no Ray cluster answers at {address}"
         reason = str(error).strip().splitlines()[0]
         raise Unavailable(f"{place}: {reason}; `--launcher process` needs no Ray") from error
+
+
+def _place(spec: RankSpec) -> Place:
+    return spec.engine_id, None if spec.life is None else spec.dp_rank
+
+
+def _strategy(spec: RankSpec) -> str:
+    return "PACK" if spec.role == "prefill" or spec.life is not None else "SPREAD"
 
 
 def bundle(spec: RankSpec, cpu_share: float, gpu_share: float) -> dict[str, float]:

@@ -105,6 +105,31 @@ def test_placement_groups_of_dead_engines_are_given_back(launcher: RayLauncher) 
     assert not any(epoch.startswith("i") for epoch in launcher._groups)
 
 
+def test_dp_ranks_that_live_on_their_own_are_placed_and_replaced_on_their_own(launcher: RayLauncher) -> None:
+    config = load_config(
+        overrides=["decode.data_parallel=2", "decode.tensor_parallel=2", "decode.dispatcher=nixl", "model.path=demo"]
+    )
+    (shape,) = [s for s in engine_shapes(config) if s.role == "decode"]
+
+    def start(**lives: str) -> list[RayHandle]:
+        named = {int(key[1:]): EngineEpoch(life) for key, life in lives.items()}
+        made = rank_specs(shape, EngineEpoch("whole"), config, ("127.0.0.1", 1), 4, named)
+        return [handle for handle in launcher.start(made) if isinstance(handle, RayHandle)]
+
+    handles = start(d0="one", d1="two")
+    assert {"one", "two"} <= launcher._groups.keys()
+    for handle in handles[2:]:
+        handle.kill()
+    assert [handle.wait(20) for handle in handles[2:]] == [-9, -9]
+    (third, fourth) = start(d1="three")
+    assert (third.spec.rank, fourth.spec.rank, third.spec.worker_epoch) == (2, 3, "three")
+    assert "two" not in launcher._groups
+    assert [handle.poll() for handle in (*handles[:2], third, fourth)] == [None] * 4
+    for handle in (*handles[:2], third, fourth):
+        handle.kill()
+        handle.wait(20)
+
+
 def test_a_client_address_is_refused_with_a_way_out() -> None:
     with pytest.raises(ConfigError, match="run this on a node of the Ray cluster"):
         RayLauncher("ray://somewhere:10001")
