@@ -50,6 +50,10 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dispatch_dtype: Literal["auto", "fp8"] = "auto"  # how tokens travel there: as they are, or in half the bytes
     replica_choice: Literal["hash", "step"] = "hash"  # among copies of an expert; step: by the counts of each step
     expert_slots_per_rank: int | None = None  # in each layer; empty ones let experts move. Defaults to what is needed
+    rebalance: Literal["auto", "off"] = "auto"  # auto: experts move into empty slots, and copies take other shares
+    rebalance_threshold: float = 1.2  # from this ratio of the busiest rank's expert load to the mean on
+    rebalance_sustain_s: float = 10.0  # if it stays there so long
+    rebalance_cooldown_s: float = 60.0  # and not again for so long
     block_size: int | None = None
     num_blocks: int | None = None
     threads: int = 1  # torch threads of each rank
@@ -215,6 +219,11 @@ def _validate(config: ClusterConfig) -> None:
                 parse_sets(section.cpus)
             except ConfigError as error:
                 raise ConfigError(f"{name}.cpus: {error.message}") from error
+        if section.rebalance_threshold < 1:
+            raise ConfigError(f"{name}.rebalance_threshold must be at least 1, got {section.rebalance_threshold}")
+        for key in ("rebalance_sustain_s", "rebalance_cooldown_s"):
+            if getattr(section, key) < 0:
+                raise ConfigError(f"{name}.{key} must not be negative, got {getattr(section, key)}")
         block_size = section.block_size or config.kv.block_size
         if block_size < 16 or block_size % 16:
             raise ConfigError(f"{name}: block_size must be a multiple of 16, got {block_size}")

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -140,6 +141,16 @@ class TorchEngine:
     def expert_load(self) -> list[list[int]]:
         """[MoE layer][expert] tokens routed since start; each token is counted by one rank of the engine."""
         return [moe.load_E.tolist() for moe in self.model.moe_layers]
+
+    def load_counts(self) -> npt.NDArray[np.int64]:
+        """[MoE layers, experts] the same as an array; between steps."""
+        counts: npt.NDArray[np.int64] = torch.stack([moe.load_E for moe in self.model.moe_layers]).cpu().numpy()
+        return counts
+
+    @property
+    def num_table_columns(self) -> int:
+        """The most copies of an expert that a placement may have."""
+        return self.model.moe_layers[0].choice.slots_EC.shape[1]
 
     def use(self, placement: Placement, tables: list[SlotTable]) -> None:
         """Steps launched from now on choose slots by `tables`, those of `placement` for each MoE layer. On the thread

@@ -16,7 +16,7 @@ from decode_worker.fill_rank import decode_input as decode_fill_input
 from decode_worker.fill_rank import encode as encode_fill
 from decode_worker.service import DecodeWorker
 from pd_cluster.clock import Clock
-from pd_cluster.engine.loop import EngineLoop, EngineThread
+from pd_cluster.engine.loop import EngineLoop, EngineThread, Epochs
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.engine.torch_engine import TorchEngine
@@ -96,6 +96,7 @@ def lead_part(
     transfers: TransferThread,
     endpoints: list[RankEndpoint],
     clock: Clock,
+    epochs: Epochs | None = None,
 ) -> Part:
     scheduler = _scheduler(spec, model, engine)
     if spec.role == "prefill":
@@ -108,7 +109,7 @@ def lead_part(
             expert_load=engine.expert_load,
         )
         push_rank = _push_rank(spec, engine, transfers, endpoints, clock, lambda notice: prefill.on_notice(0, notice))
-        loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=prefill, clock=clock)
+        loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=prefill, clock=clock, epochs=epochs)
         server = _server(spec, model, engine, endpoints, prefill)
         prefill.attach(loop, server, push_rank)
         return Part(
@@ -131,7 +132,7 @@ def lead_part(
         expert_load=engine.expert_load,
     )
     fill_rank = _fill_rank(spec, engine, transfers, lambda notice: decode.on_notice(0, notice))
-    loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=decode, clock=clock)
+    loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=decode, clock=clock, epochs=epochs)
     server = _server(spec, model, engine, endpoints, decode)
     decode.attach(loop, server, fill_rank)
     return Part(

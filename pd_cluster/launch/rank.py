@@ -34,6 +34,7 @@ from pd_cluster.ids import Rank
 from pd_cluster.launch.child import read_spec
 from pd_cluster.launch.meeting import Rendezvous, StoreRendezvous
 from pd_cluster.launch.parts import BackendFactory, Part, follower_part, lead_part, nixl_backend
+from pd_cluster.launch.placements import Placements
 from pd_cluster.launch.spec import LEASE_S, RankReport, RankSpec
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
@@ -84,6 +85,7 @@ class RankServer:
         self.spec = spec
         self.part: Part | None = None
         self.engine: TorchEngine | None = None
+        self.placements: Placements | None = None
         self._rendezvous = rendezvous
         self._model = model
         self._backend_factory = backend_factory
@@ -141,7 +143,12 @@ class RankServer:
         )
         self._exits.push_async_callback(self._sync.close)
         meeting = self._rendezvous.meeting()
+        if model.config.moe is not None and spec.num_ranks > 1:
+            self.placements = Placements(spec, engine, self._sync, self._clock, meeting, self._break)
+            self._exits.push_async_callback(self.placements.close)
         await self._sync.start(meeting, spec.bind_host, MEET_TIMEOUT_S)
+        if self.placements is not None:
+            await self.placements.start()
         self._transfers, endpoint = await self._start_transfers(engine)
         await meeting.publish(f"endpoint/{spec.rank}", base64.b64encode(msgspec.msgpack.encode(endpoint)).decode())
         endpoints = await self._endpoints(meeting.lookup)
@@ -149,7 +156,15 @@ class RankServer:
             self.part = follower_part(spec, engine, self._sync, self._transfers, endpoints, self._clock)
             return None
         self.part = lead_part(
-            spec, model, engine, self._engine_thread, self._sync, self._transfers, endpoints, self._clock
+            spec,
+            model,
+            engine,
+            self._engine_thread,
+            self._sync,
+            self._transfers,
+            endpoints,
+            self._clock,
+            None if self.placements is None else self.placements.epochs,
         )
         assert self.part.server is not None
         port = await self.part.server.start()
@@ -163,7 +178,8 @@ class RankServer:
         if part.loop is not None:
             stepping: Awaitable[None] = part.loop.run()
         else:
-            stepping = follow(self._engine_thread, self._sync, part.on_tell)
+            epochs = None if self.placements is None else self.placements.epochs
+            stepping = follow(self._engine_thread, self._sync, part.on_tell, epochs)
         tasks = [
             asyncio.ensure_future(work)
             for work in (stepping, self._tick(part), self._watch_lease(), asyncio.shield(self._broken))

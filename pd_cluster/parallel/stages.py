@@ -147,7 +147,8 @@ def _layer_path(current: Placement, wanted: Placement, layer: int, live: frozens
             rank = next(r for r in range(num_ranks) if want[r] - have[r])
             raise NotSupported(
                 f"the change of MoE layer {layer} does not fit: rank {rank} has no empty slot for "
-                f"{len(want[rank] - have[rank])} more experts, and none of its {size} slots can be given up first"
+                f"{len(want[rank] - have[rank])} more experts, and none of its {size} slots can be given up first: "
+                "raise expert_slots_per_rank"
             )
         slots = after
         path.append(LayerPlacement(tuple(slots)))

@@ -99,9 +99,13 @@ class Transition:
         timeout_s: float,
         max_loads_in_flight: int = 2,
         live: frozenset[Rank] | None = None,
+        may_lack: bool = False,
     ) -> None:
+        """`live`: the ranks whose copies count, default all. `may_lack`: experts may be on none of them, for no step
+        has work until a later stage has loaded those.
+        """
         check_stage(old, new)
-        if live is not None and (gone := missing(new, live)):
+        if live is not None and not may_lack and (gone := missing(new, live)):
             layer, expert = gone[0]
             raise NotSupported(f"placement epoch {new.epoch} has expert {expert} of MoE layer {layer} on no live rank")
         self.old = old

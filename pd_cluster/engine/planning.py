@@ -1,0 +1,67 @@
+"""The process that plans placements for an engine: started when first asked, ended with its engine."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import msgspec
+
+from pd_cluster.errors import EngineError
+from pd_cluster.parallel.planner import Answer, Question, answer
+
+TIMEOUT_S = 60.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Planner:
+    """Asked on an event loop, one question at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    async def ask(self, question: Question) -> Answer:
+        """Raises EngineError when the process died or took too long; the next question starts another."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await asyncio.to_thread(self._ask, question)
+        except TimeoutError as error:
+            self.close()
+            raise EngineError(f"planning a placement took more than {TIMEOUT_S:g} s") from error
+
+    async def ask_here(self, question: Question) -> Answer:
+        """Without another process: while no step runs there is nobody to disturb."""
+        return await asyncio.to_thread(answer, question)
+
+    def _ask(self, question: Question) -> Answer:
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "pd_cluster.parallel.planner"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
+            body = _encode(question)
+            try:
+                process.stdin.write(len(body).to_bytes(8, "big") + body)
+                process.stdin.flush()
+                size = process.stdout.read(8)
+                return _decode(process.stdout.read(int.from_bytes(size, "big")))
+            except (OSError, msgspec.DecodeError) as error:
+                self.close()
+                raise EngineError(f"the planning process failed: {error}") from error
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()

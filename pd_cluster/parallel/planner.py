@@ -1,0 +1,180 @@
+"""What an engine's hub asks when expert loads, or its ranks, have changed, and the answer: the stages to pass through.
+
+Planning is Python and takes milliseconds to seconds, during which it would take the interpreter from the thread that
+computes steps. So it may run in a process of its own: `python -m pd_cluster.parallel.planner` answers questions, each a
+length and msgpack on stdin, in the same form on stdout, until stdin ends.
+"""
+
+# L MoE layers, E experts
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import BinaryIO, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from pd_cluster.errors import ConfigError, ErrorInfo, NotSupported
+from pd_cluster.ids import ExpertId, Rank
+from pd_cluster.parallel.drift import rebalance
+from pd_cluster.parallel.load_window import Ints, Trigger, TriggerPolicy, predicted_ratio
+from pd_cluster.parallel.placement import Placement
+from pd_cluster.parallel.replicas import weights
+from pd_cluster.parallel.stages import missing, stages
+
+Weights = list[dict[ExpertId, list[float]]]
+"""[L] of the experts that have several copies, their shares in slot order; others have one copy, or even shares."""
+
+MAX_LOADS_PER_RANK = 8
+"""Of one stage while steps run: stages stay short, so that a rank that fails costs little."""
+
+NICENESS = 10
+
+
+class Question(Struct, frozen=True, kw_only=True, array_like=True):
+    """`look`: only the ratio. `rebalance`: a better placement, if it is worth it. `move`: every expert somewhere on
+    `staying`, nothing elsewhere.
+    """
+
+    kind: Literal["look", "rebalance", "move"]
+    placement: Placement
+    weights: Weights
+    loads: bytes  # int64 [L, E]
+    live: list[Rank]
+    staying: list[Rank]  # of the live ones, those that may hold experts
+    expert_bytes: int
+    policy: TriggerPolicy
+
+
+class Stage(Struct, frozen=True, array_like=True):
+    """A placement with the weights of its copies."""
+
+    placement: Placement
+    weights: Weights
+
+
+class Answer(Struct, frozen=True, kw_only=True, array_like=True):
+    """`ratio`: of the current placement, None while counts say too little. `error`: what does not fit."""
+
+    ratio: float | None = None
+    predicted: float | None = None
+    stages: list[Stage] = []
+    reason: str = ""
+    error: ErrorInfo | None = None
+
+
+def all_weights(placement: Placement, some: Weights) -> list[list[list[float]]]:
+    """[L][E] the shares of all copies, as `slot_tables` takes them."""
+    return [
+        [
+            some[layer].get(ExpertId(expert)) or [1.0 / len(slots)] * len(slots)
+            for expert, slots in enumerate(placement.copies(layer))
+        ]
+        for layer in range(len(placement.layers))
+    ]
+
+
+def best_weights(placement: Placement, loads_LE: Ints) -> Weights:
+    result: Weights = []
+    for layer, load_E in enumerate(loads_LE):
+        shares_E = weights(placement, layer, load_E.tolist())
+        result.append({ExpertId(e): shares for e, shares in enumerate(shares_E) if len(shares) > 1})
+    return result
+
+
+def answer(question: Question) -> Answer:
+    """Pure, and the same in every process."""
+    current = question.placement
+    loads_LE = np.frombuffer(question.loads, np.int64).reshape(len(current.layers), current.num_experts)
+    trigger = Trigger(question.policy)
+    shares = all_weights(current, question.weights)
+    if question.kind == "look":
+        return Answer(ratio=trigger.ratio(current, loads_LE, shares, live=question.live))
+    try:
+        if question.kind == "move":
+            return _move(question, loads_LE)
+        return _rebalance(question, loads_LE, trigger)
+    except (NotSupported, ConfigError) as error:
+        return Answer(error=error.info())
+
+
+def _rebalance(question: Question, loads_LE: Ints, trigger: Trigger) -> Answer:
+    """Move experts if that is worth it, else give their copies other weights if that is."""
+    current, live = question.placement, question.live
+    shares = all_weights(current, question.weights)
+    reason = ""
+    for candidate in (_wanted(question, loads_LE), current):
+        try:
+            path = stages(
+                current, candidate, max_loads_per_rank=MAX_LOADS_PER_RANK, live=frozenset(Rank(r) for r in live)
+            )
+        except NotSupported as error:  # no empty slots to go through
+            reason = error.message
+            continue
+        last = path[-1] if path else msgspec.structs.replace(current, epoch=current.epoch + 1)
+        verdict = trigger.judge(
+            current, last, loads_LE, expert_bytes=question.expert_bytes, now_s=0.0, weights_LEC=shares, live=live
+        )
+        reason = f"{reason}; {verdict.reason}" if reason else verdict.reason
+        if verdict.worth_it:
+            made = [Stage(each, best_weights(each, loads_LE)) for each in path or [last]]
+            return Answer(ratio=verdict.before, predicted=verdict.after, stages=made, reason=verdict.reason)
+    return Answer(reason=reason)
+
+
+def _move(question: Question, loads_LE: Ints) -> Answer:
+    """First, in one stage if they fit so, what no live rank holds: no step may run without. Then the rest in turns."""
+    current, live = question.placement, frozenset(Rank(r) for r in question.live)
+    done: list[Placement] = []
+    if missing(current, live):
+        least = _wanted(question, loads_LE, max_moves=0)
+        for stage in stages(current, least, live=live):
+            done.append(stage)
+            if not missing(stage, live):
+                break
+    start = done[-1] if done else current
+    question = msgspec.structs.replace(question, placement=start)
+    wanted = _wanted(question, loads_LE)
+    done += stages(start, wanted, max_loads_per_rank=MAX_LOADS_PER_RANK, live=live)
+    made = [Stage(each, best_weights(each, loads_LE)) for each in done]
+    predicted = predicted_ratio(done[-1] if done else current, loads_LE, live=question.staying)
+    return Answer(predicted=predicted, stages=made, reason=f"experts on ranks {_names(question.staying)}")
+
+
+def _wanted(question: Question, loads_LE: Ints, max_moves: int | None = None) -> Placement:
+    """At least one slot of a rank stays empty, where experts leave one, so that the next change has room."""
+    current, staying = question.placement, question.staying
+    least = -(-current.num_experts // len(staying))
+    if least > current.slots_per_rank:
+        raise NotSupported(
+            f"{current.num_experts} experts do not fit ranks {_names(staying)} with expert_slots_per_rank "
+            f"{current.slots_per_rank}: each would need {least}"
+        )
+    fullest = max(
+        sum(e is not None for e in current.rank_slots(layer, rank))
+        for layer in range(len(current.layers))
+        for rank in staying
+    )
+    in_use = max(least, min(fullest, current.slots_per_rank - 1))
+    return rebalance(
+        current, loads_LE.astype(np.float64), live=[int(r) for r in staying], slots_in_use=in_use, max_moves=max_moves
+    )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    decode, encode = msgspec.msgpack.Decoder(Question).decode, msgspec.msgpack.Encoder().encode
+    while size := questions.read(8):
+        body = encode(answer(decode(questions.read(int.from_bytes(size, "big")))))
+        answers.write(len(body).to_bytes(8, "big") + body)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    serve(sys.stdin.buffer, sys.stdout.buffer)
