@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pd_cluster.errors import EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.model.config import MoeConfig
 from pd_cluster.model.linear import multiply
@@ -143,4 +144,11 @@ class Moe:
     def _count(self, experts_TK: Tensor) -> None:
         if self.dispatcher.replicated and self.tp is not None and self.tp.rank:
             return  # the same tokens are counted by rank 0
-        self.load_E += torch.bincount(experts_TK.reshape(-1), minlength=len(self.load_E))
+        num_experts = len(self.load_E)
+        try:
+            self.load_E += torch.bincount(experts_TK.reshape(-1), minlength=num_experts)
+        except RuntimeError:
+            low, high = (int(bound) for bound in experts_TK.aminmax())
+            if low >= 0 and high < num_experts:
+                raise
+            raise EngineError(f"a token chose expert {low if low < 0 else high} of {num_experts}") from None
