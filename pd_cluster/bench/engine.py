@@ -38,6 +38,7 @@ class Steps:
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
+        self._vocab = min(1000, engine.vocab_size)
         self._step = 0
         self._free = list(range(engine.num_blocks))
         self.after_step: Callable[[], object] = lambda: None
@@ -48,7 +49,7 @@ class Steps:
         num_blocks = -(-(context + num_steps + 2) // BLOCK_SIZE)
         ids = [RequestId(f"decode{i}") for i in range(batch)]
         blocks = [self._take(num_blocks) for _ in ids]
-        prompts = [[(7 * t + 31 * i) % 1000 for t in range(context + 1)] for i in range(batch)]
+        prompts = [[(7 * t + 31 * i) % self._vocab for t in range(context + 1)] for i in range(batch)]
         add = [self._new(i, ids, context, b) for i, ids, b in zip(ids, prompts, blocks, strict=True)]
         took = [self._run(StepPlan(step=0, add=add, work=[Work(i, 1, True) for i in ids]))]
         took += [self._run(StepPlan(step=0, work=[Work(i, 1, True) for i in ids])) for _ in range(num_steps)]
@@ -57,7 +58,7 @@ class Steps:
 
     def prefill(self, num_tokens: int) -> float:
         request_id, blocks = RequestId("prefill"), self._take(-(-num_tokens // BLOCK_SIZE))
-        new = self._new(request_id, [(7 * t) % 1000 for t in range(num_tokens)], 0, blocks)
+        new = self._new(request_id, [(7 * t) % self._vocab for t in range(num_tokens)], 0, blocks)
         took = self._run(StepPlan(step=0, add=[new], work=[Work(request_id, num_tokens, True)]))
         self._drop([request_id], [blocks])
         return took

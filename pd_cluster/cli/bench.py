@@ -154,6 +154,49 @@ def roofline(
 
 @app.command()
 @edge.guard
+def curves(
+    out: Annotated[Path, typer.Option(help="Where curves.json and a picture of each curve go.", metavar="DIR")],
+    model: Annotated[str, typer.Option(help="The model of the engine's curves.")] = "demo",
+    only: Annotated[list[str] | None, typer.Option(help="A curve by name. May be repeated; default: all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few small points, for a look.")] = False,
+    json: options.AsJson = False,
+) -> None:
+    """How costs grow with their work: steps, prefill and the router; ends with 1 when one grows faster than linear."""
+    import torch
+
+    from pd_cluster.bench.curves import NAMES, QUICK, run, table, write
+    from pd_cluster.model.source import open_model
+
+    torch.set_num_threads(1)
+    measured = run(open_model(model), names=only or NAMES, sizes=QUICK if quick else None)
+    files = write(measured, out)
+    if json:
+        sys.stdout.buffer.write(files[0].read_bytes() + b"\n")
+    else:
+        sys.stdout.write(table(measured))
+    if any(each.growth.verdict == "worse than linear" for each in measured):
+        raise typer.Exit(1)
+
+
+@app.command()
+@edge.guard
+def start(
+    launcher: Annotated[
+        list[str] | None, typer.Option(help="How ranks are started: process or ray. May be repeated; default: both.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Starts of each; medians are shown.", min=1)] = 3,
+    model: Annotated[str, typer.Option(help="What is served.")] = "demo",
+    json: options.AsJson = False,
+) -> None:
+    """From `serve` to the first streamed token, by stages: one prefill and one decode rank."""
+    from pd_cluster.bench.start import run
+
+    for name, result in run(launchers=launcher or ("process", "ray"), rounds=rounds, model=model).items():
+        _print({"launcher": name} | result, json)
+
+
+@app.command()
+@edge.guard
 def servers(
     urls: Annotated[list[str], typer.Argument(help="HTTP servers of one model; the first is compared to the others.")],
     model: Annotated[list[str], typer.Option(help="The model's name at each, in their order, or at all.")],
