@@ -15,7 +15,8 @@ from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.errors import PdClusterError, Unavailable
 from pd_cluster.ids import EngineEpoch, Rank
 from pd_cluster.launch.launcher import Launcher, RankHandle
-from pd_cluster.launch.nodes import Ended, Place, Seen, Wanted, decode_wanted, encode, seen_key, wanted_key
+from pd_cluster.launch.nodes import Ended, Place, Seen, State, Wanted, decode_wanted, encode, seen_key, wanted_key
+from pd_cluster.launch.spec import RankSpec
 from pd_cluster.launch.store import connect, read, write
 from pd_cluster.log import get_log
 from pd_cluster.rpc.addresses import resolve_now
@@ -51,10 +52,9 @@ class NodeAgent:
         self._name = secrets.token_hex(4)
         self._beat = 0
         self._beat_s = float("-inf")
-        self._epoch: EngineEpoch | None = None
-        self._handles: dict[Rank, RankHandle] = {}
-        self._ended: dict[Rank, Ended] = {}
-        self._asked = "run"
+        self._handles: dict[EngineEpoch, dict[Rank, RankHandle]] = {}  # by life
+        self._ended: dict[EngineEpoch, dict[Rank, Ended]] = {}
+        self._asked: dict[EngineEpoch, State] = {}
         self._told: Seen | None = None
 
     def run(self) -> None:
@@ -91,43 +91,50 @@ class NodeAgent:
         self._tell(store)
 
     def reconcile(self, wanted: Wanted) -> None:
-        """One step towards what is wanted."""
-        self.ready = wanted.ready and wanted.state == "run"
+        """One step towards what is wanted. A life begins when those that are not wanted any more are dead."""
+        self.ready = wanted.ready and any(life.state == "run" for life in wanted.lives.values())
         self.draining = wanted.drain
         self.all_drained = wanted.drained
-        if wanted.epoch != self._epoch:
-            self._end()
-            self._epoch, self._ended, self._asked = wanted.epoch, {}, "run"
-            if wanted.state == "run":
-                self._start(wanted)
-            else:
-                self._ended = {spec.rank: Ended(0, "") for spec in wanted.specs}
-        if wanted.state != self._asked:
-            self._asked = wanted.state
-            for handle in self._handles.values():
-                if wanted.state == "kill":
-                    handle.kill()
-                else:
-                    handle.terminate()
+        for epoch in self._handles.keys() - wanted.lives.keys():
+            self._end_life(epoch)
+            del self._handles[epoch], self._ended[epoch], self._asked[epoch]
+        new = {epoch: life for epoch, life in wanted.lives.items() if epoch not in self._handles}
+        for epoch, life in new.items():
+            self._handles[epoch], self._asked[epoch] = {}, life.state
+            self._ended[epoch] = {} if life.state == "run" else {spec.rank: Ended(0, "") for spec in life.specs}
+        self._start([spec for life in new.values() if life.state == "run" for spec in life.specs])
+        for epoch, life in wanted.lives.items():
+            if life.state != self._asked[epoch]:
+                self._asked[epoch] = life.state
+                for handle in self._handles[epoch].values():
+                    if life.state == "kill":
+                        handle.kill()
+                    else:
+                        handle.terminate()
 
-    def _start(self, wanted: Wanted) -> None:
+    def _start(self, wanted: list[RankSpec]) -> None:
+        if not wanted:
+            return
         self.num_starts += 1
-        specs = self._place.complete(wanted.specs)
+        specs = self._place.complete(wanted)
         try:
-            self._handles = {handle.spec.rank: handle for handle in self._local.start(specs)}
+            for handle in self._local.start(specs):
+                self._handles[handle.spec.worker_epoch][handle.spec.rank] = handle
         except PdClusterError as error:
-            log.error("ranks_not_started", epoch=wanted.epoch, reason=error.message)
-            self._ended = {spec.rank: Ended(COULD_NOT_START_CODE, error.message) for spec in specs}
+            log.error("ranks_not_started", epoch=specs[0].epoch, reason=error.message)
+            for spec in specs:
+                self._ended[spec.worker_epoch][spec.rank] = Ended(COULD_NOT_START_CODE, error.message)
         else:
-            log.info("ranks_started", epoch=wanted.epoch, num_ranks=len(specs))
+            log.info("ranks_started", epoch=specs[0].epoch, num_ranks=len(specs))
 
     def look(self) -> None:
         """Note which ranks have ended."""
-        for rank, handle in list(self._handles.items()):
-            if (code := handle.poll()) is not None:
-                self._ended[rank] = Ended(code, handle.log_tail())
-                del self._handles[rank]
-                log.info("rank_ended", rank=handle.spec.name, code=code)
+        for epoch, handles in self._handles.items():
+            for rank, handle in list(handles.items()):
+                if (code := handle.poll()) is not None:
+                    self._ended[epoch][rank] = Ended(code, handle.log_tail())
+                    del handles[rank]
+                    log.info("rank_ended", rank=handle.spec.name, code=code)
 
     def _tell(self, store: TCPStore) -> None:
         now_s = self._clock.now_s()
@@ -137,8 +144,7 @@ class NodeAgent:
         seen = Seen(
             agent=self._name,
             beat=self._beat,
-            epoch=self._epoch,
-            ended=dict(self._ended),
+            ended={epoch: dict(ended) for epoch, ended in self._ended.items()},
             drain=self.told_to_drain.is_set(),
             drained=self.drained.is_set(),
         )
@@ -149,9 +155,13 @@ class NodeAgent:
     def _end(self) -> None:
         """Kill whatever runs here and see it dead."""
         self.ready = False
-        for handle in self._handles.values():
+        for epoch in self._handles:
+            self._end_life(epoch)
+        self._told = None
+
+    def _end_life(self, epoch: EngineEpoch) -> None:
+        for handle in self._handles[epoch].values():
             handle.kill()
-        for handle in self._handles.values():
+        for handle in self._handles[epoch].values():
             handle.wait(10.0)
         self.look()
-        self._told = None

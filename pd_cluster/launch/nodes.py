@@ -34,14 +34,22 @@ SILENT_S = LEASE_S + 5.0
 LOOK_S = 0.1
 
 
+State = Literal["run", "terminate", "kill"]
+
+
+class Life(Struct, frozen=True):
+    """Ranks that live and die together, or the end of them: of a whole engine, or of one of its DP ranks."""
+
+    specs: list[RankSpec]
+    state: State = "run"
+
+
 class Wanted(Struct, frozen=True, kw_only=True):
-    """What a node shall run: the ranks of one life, or the end of them. `ready`: the whole engine serves; `drain`: it
-    shall finish what it has; `drained`: every node's workers have.
+    """What a node shall run, and nothing else. `ready`: the engine serves; `drain`: it shall finish what it has;
+    `drained`: every node's workers have.
     """
 
-    epoch: EngineEpoch
-    specs: list[RankSpec]
-    state: Literal["run", "terminate", "kill"] = "run"
+    lives: dict[EngineEpoch, Life] = field(default_factory=dict)
     ready: bool = False
     drain: bool = False
     drained: bool = False
@@ -57,8 +65,7 @@ class Seen(Struct, frozen=True, kw_only=True):
 
     agent: str
     beat: int
-    epoch: EngineEpoch | None = None  # of the ranks that it started last
-    ended: dict[Rank, Ended] = field(default_factory=dict)
+    ended: dict[EngineEpoch, dict[Rank, Ended]] = field(default_factory=dict)  # of the lives that are wanted
     drain: bool = False  # the node is told to end: the engine shall finish what it has
     drained: bool = False  # its own workers have
 
@@ -109,39 +116,45 @@ class Place(Struct, frozen=True, kw_only=True):
         return [join_address(self.host, self.control_port + index) for index in range(num_leads)]
 
     def complete(self, specs: list[RankSpec]) -> list[RankSpec]:
-        """The specs of this node's ranks with what only the node knows. Ranks of one node alone meet on loopback."""
-        leads = [spec.rank for spec in specs if spec.is_lead]
+        """Specs of ranks of this node with what only the node knows. Ranks of one node alone meet on loopback."""
+        leads = [rank for rank in self.ranks if rank % self.shape.tensor_parallel == 0]
         return [
             msgspec.structs.replace(
                 spec,
                 bind_host="127.0.0.1" if self.num_nodes == 1 else self.host,
                 control_host=self.host,
                 control_port=self.control_port + leads.index(spec.rank) if spec.is_lead else 0,
-                ranks_on_host=len(specs),
+                ranks_on_host=len(self.ranks),
             )
             for spec in specs
         ]
 
 
 class RemoteNode:
-    """Another node as node 0 sees it. The launcher's thread looks; any thread may change what is wanted."""
+    """Another node as node 0 sees it. Any thread may look, and change what is wanted."""
 
     def __init__(self, node: int, clock: Clock) -> None:
         self._clock = clock
         self._changing = threading.Lock()
+        self._looking = threading.Lock()
         self.node = node
         self.told_to_drain = False
         self.drained = False
         self._seen: Seen | None = None
         self._changed_s = 0.0
         self._looked_s = float("-inf")
-        self._wanted: Wanted | None = None
-        self._runs_at = ""  # the agent that was to start the present life
+        self._wanted = Wanted()
+        self._epoch: EngineEpoch | None = None
+        self._runs_at: dict[EngineEpoch, str] = {}  # life -> the agent that was to start it
 
     def attach(self, host: str, port: int) -> None:
         self._store = connect(host, port)
 
     def look(self) -> None:
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         now_s = self._clock.now_s()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -158,21 +171,41 @@ class RemoteNode:
         return self._seen is not None and self._clock.now_s() - self._changed_s < SILENT_S
 
     def start(self, specs: list[RankSpec]) -> None:
+        """Former lives of the same ranks are over."""
         assert self._seen is not None
-        self._runs_at = self._seen.agent
+        ranks = {spec.rank for spec in specs}
+        new = {spec.worker_epoch: Life([s for s in specs if s.worker_epoch == spec.worker_epoch]) for spec in specs}
         with self._changing:
-            self._want(Wanted(epoch=specs[0].epoch, specs=specs))
+            old = {
+                epoch: life
+                for epoch, life in self._wanted.lives.items()
+                if specs[0].epoch == self._epoch and not any(spec.rank in ranks for spec in life.specs)
+            }
+            self._runs_at = {epoch: self._runs_at[epoch] for epoch in old} | dict.fromkeys(new, self._seen.agent)
+            before = self._wanted if specs[0].epoch == self._epoch else Wanted()
+            self._epoch = specs[0].epoch
+            self._want(msgspec.structs.replace(before, lives=old | new))
 
     def _want(self, wanted: Wanted) -> None:
         if wanted != self._wanted:
             self._wanted = wanted
             write(self._store, wanted_key(self.node), encode(wanted))
 
-    def change(self, epoch: EngineEpoch, **changes: object) -> None:
-        """Change what is wanted of the present life; of another one nothing is left."""
+    def ask(self, epoch: EngineEpoch, state: State) -> None:
+        """Change how a life shall be; of one that is over nothing is left."""
         with self._changing:
-            if self._wanted is not None and self._wanted.epoch == epoch:
-                self._want(msgspec.structs.replace(self._wanted, **changes))
+            life = self._wanted.lives.get(epoch)
+            if life is not None:
+                lives = self._wanted.lives | {epoch: Life(life.specs, state)}
+                self._want(msgspec.structs.replace(self._wanted, lives=lives))
+
+    def announce(self, changes: dict[str, bool]) -> None:
+        with self._changing:
+            self._want(msgspec.structs.replace(self._wanted, **changes))
+
+    def kill_all(self) -> None:
+        for epoch in list(self._wanted.lives):
+            self.ask(epoch, "kill")
 
     def ended(self, epoch: EngineEpoch, rank: Rank) -> Ended | None:
         """How a rank ended; None while it may live."""
@@ -180,13 +213,13 @@ class RemoteNode:
         if not self.present:
             return Ended(LOST_CODE, f"node {self.node} is out of reach")
         assert self._seen is not None
-        if self._seen.agent != self._runs_at:
+        if self._seen.agent != self._runs_at.get(epoch):
             return Ended(LOST_CODE, f"node {self.node} was started again")
-        return self._seen.ended.get(rank) if self._seen.epoch == epoch else None
+        return self._seen.ended.get(epoch, {}).get(rank)
 
 
 class RemoteHandle:
-    """A rank on another node. The ranks of one life on one node are ended together."""
+    """A rank on another node. The ranks of one life there are ended together."""
 
     def __init__(self, spec: RankSpec, node: RemoteNode) -> None:
         self.spec = spec
@@ -198,14 +231,14 @@ class RemoteHandle:
         return None
 
     def poll(self) -> int | None:
-        self._ended = self._ended or self._node.ended(self.spec.epoch, self.spec.rank)
+        self._ended = self._ended or self._node.ended(self.spec.worker_epoch, self.spec.rank)
         return None if self._ended is None else self._ended.code
 
     def terminate(self) -> None:
-        self._node.change(self.spec.epoch, state="terminate")
+        self._node.ask(self.spec.worker_epoch, "terminate")
 
     def kill(self) -> None:
-        self._node.change(self.spec.epoch, state="kill")
+        self._node.ask(self.spec.worker_epoch, "kill")
 
     def wait(self, timeout_s: float) -> int | None:
         deadline_s = time.monotonic() + timeout_s
@@ -218,7 +251,9 @@ class RemoteHandle:
 
 
 class NodesLauncher:
-    """The launcher of node 0; `local` starts its own ranks. Waits up to `wait_s` for the other nodes at each start."""
+    """The launcher of node 0; `local` starts its own ranks. Waits up to `wait_s` for the other nodes whenever the whole
+    engine starts; a DP rank on its own starts only where its nodes are there.
+    """
 
     def __init__(self, place: Place, local: Launcher, *, wait_s: float, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -228,7 +263,7 @@ class NodesLauncher:
         self._nodes = [RemoteNode(node, self._clock) for node in range(1, place.num_nodes)]
         self._attached = False
         self._abandoned = threading.Event()
-        self._epoch: EngineEpoch | None = None
+        self._started = False
 
     @property
     def host(self) -> str:
@@ -249,44 +284,48 @@ class NodesLauncher:
             for node in self._nodes:
                 node.attach(specs[0].store_host, specs[0].store_port)
             self._attached = True
-        self._await_nodes()
-        share = len(specs) // self._place.num_nodes
-        for node in self._nodes:
-            node.start(specs[node.node * share : (node.node + 1) * share])
-        self._epoch = specs[0].epoch
+        share = self._place.shape.num_ranks // self._place.num_nodes
+        of_node: dict[int, list[RankSpec]] = {}
+        for spec in specs:
+            of_node.setdefault(spec.rank // share, []).append(spec)
+        remote = {node: of_node[node.node] for node in self._nodes if node.node in of_node}
+        self._await_nodes(list(remote), self._wait_s if len(specs) == self._place.shape.num_ranks else 0.0)
+        for node, node_specs in remote.items():
+            node.start(node_specs)
+        self._started = True
         try:
-            handles = self._local.start(self._place.complete(specs[:share]))
+            local = self._local.start(self._place.complete(of_node[0])) if 0 in of_node else []
         except Unavailable:
-            for node in self._nodes:
-                node.change(self._epoch, state="kill")
+            for node, node_specs in remote.items():
+                for spec in node_specs:
+                    node.ask(spec.worker_epoch, "kill")
             raise
-        return handles + [RemoteHandle(spec, self._nodes[spec.rank // share - 1]) for spec in specs[share:]]
+        return local + [RemoteHandle(spec, node) for node, node_specs in remote.items() for spec in node_specs]
 
     def announce(self, **changes: bool) -> None:
         """Tell the other nodes that the engine is `ready`, or shall `drain`. Any thread may say so."""
-        if self._epoch is not None:
+        if self._started:
             for node in self._nodes:
-                node.change(self._epoch, **changes)
+                node.announce(changes)
 
     def abandon(self) -> None:
         """Wait for other nodes no longer. Any thread may say so."""
         self._abandoned.set()
 
     def close(self) -> None:
-        if self._epoch is not None:
-            for node in self._nodes:
-                with contextlib.suppress(DistError):  # without a store their ranks end by themselves
-                    node.change(self._epoch, state="kill")
+        for node in self._nodes:
+            with contextlib.suppress(DistError):  # without a store their ranks end by themselves
+                node.kill_all()
         self._local.close()
 
-    def _await_nodes(self) -> None:
-        deadline_s = self._clock.now_s() + self._wait_s
-        while missing := [node.node for node in self._nodes if not self._is_present(node)]:
+    def _await_nodes(self, nodes: list[RemoteNode], wait_s: float) -> None:
+        deadline_s = self._clock.now_s() + wait_s
+        while missing := [node.node for node in nodes if not self._is_present(node)]:
+            if self._clock.now_s() >= deadline_s:
+                names = ", ".join(map(str, missing))
+                raise Unavailable(f"{self._place.shape.engine_id}: nodes {names} did not come in {wait_s:g} s")
             if self._abandoned.wait(LOOK_S):
                 raise Unavailable("stopped while it waited for the other nodes")
-            if self._clock.now_s() > deadline_s:
-                names = ", ".join(map(str, missing))
-                raise Unavailable(f"{self._place.shape.engine_id}: nodes {names} did not come in {self._wait_s:g} s")
 
     @staticmethod
     def _is_present(node: RemoteNode) -> bool:

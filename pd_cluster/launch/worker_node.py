@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 from pd_cluster.config import ClusterConfig
 from pd_cluster.errors import PdClusterError
-from pd_cluster.ids import EngineId
+from pd_cluster.ids import EngineEpoch, EngineId
 from pd_cluster.launch.launcher import Launcher
 from pd_cluster.launch.lifecycle import EngineEvent, EngineLost, EngineUp
 from pd_cluster.launch.node_agent import NodeAgent
@@ -69,7 +69,7 @@ class HeadRanks:
     """Of an engine's first node."""
 
     def __init__(self, config: ClusterConfig, place: Place, local: Launcher, store_port: int) -> None:
-        self._ready = False
+        self._up: set[EngineEpoch] = set()
         self._num_starts = 0
         self._launcher = NodesLauncher(place, local, wait_s=config.launch.start_timeout_s)
         self._supervisor = Supervisor(
@@ -78,7 +78,7 @@ class HeadRanks:
 
     @property
     def ready(self) -> bool:
-        return self._ready
+        return bool(self._up)
 
     @property
     def num_starts(self) -> int:
@@ -90,11 +90,11 @@ class HeadRanks:
 
     async def _on_event(self, event: EngineEvent) -> None:
         if isinstance(event, EngineUp):
-            self._ready = True
-            self._num_starts += 1
+            self._num_starts += not self._up
+            self._up.add(event.epoch)
             self._launcher.announce(ready=True)
         elif isinstance(event, EngineLost):
-            self._ready = False
+            self._up.discard(event.epoch)
 
     async def start(self) -> None:
         await self._supervisor.start()

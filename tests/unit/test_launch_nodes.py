@@ -324,3 +324,78 @@ def test_engines_of_any_number_have_the_shape_of_their_role() -> None:
     shape = engine_shape("prefill", 12, config(prefill__tensor_parallel=4))
     assert (shape.engine_id, shape.num_ranks) == ("prefill-12", 4)
     assert [Rank(rank) for rank in Place.of(shape, 1, 2, "h", 1).ranks] == [2, 3]
+
+
+# ---- DP ranks that live and die one by one
+
+
+def lives(**named: str) -> dict[int, EngineEpoch]:
+    return {int(key[1:]): EngineEpoch(life) for key, life in named.items()}
+
+
+def start_members(engine: Engine, epoch: str = "e", **named: str) -> list[RankHandle]:
+    shape = place(0, engine.num_nodes).shape
+    address = (engine.store.host, engine.store.port)
+    made = rank_specs(shape, EngineEpoch(epoch), config(decode__data_parallel=4), address, 4, lives(**named))
+    return engine.launcher.start(made)
+
+
+def test_a_member_on_another_node_ends_and_starts_alone(engine: Engine) -> None:
+    _, remote = engine.join()
+    handles = start_members(engine, d0="a", d1="b", d2="c", d3="d")
+    until(lambda: len(remote.ranks) == 2)
+    engine.launcher.announce(ready=True)
+    handles[3].kill()
+    until(lambda: engine.codes(handles) == [None, None, None, -9])
+    (again,) = start_members(engine, d3="f")
+    until(lambda: len(remote.ranks) == 3)
+    assert [(rank.spec.rank, rank.spec.worker_epoch, rank.code) for rank in remote.ranks] == [
+        (2, "c", None),
+        (3, "d", -9),
+        (3, "f", None),
+    ]
+    assert remote.ranks[2].spec.control_port == 7001, "where the one before it listened"
+    assert remote.ranks[2].spec.ranks_on_host == 2
+    assert engine.codes([*handles, again]) == [None, None, None, -9, None]
+    assert engine.agents[0].ready
+    again.terminate()
+    until(lambda: engine.codes([again]) == [0])
+    assert engine.codes(handles[:3]) == [None] * 3
+    assert len(engine.local.ranks) == 2
+
+
+def test_a_member_on_this_node_starts_without_the_others(engine: Engine) -> None:
+    _, remote = engine.join()
+    start_members(engine, d0="a", d1="b", d2="c", d3="d")
+    until(lambda: len(remote.ranks) == 2)
+    (again,) = start_members(engine, d1="g")
+    assert [rank.spec.worker_epoch for rank in engine.local.ranks] == ["a", "b", "g"]
+    assert engine.local.ranks[-1].spec.control_port == 7001
+    assert engine.codes([again]) == [None]
+
+
+def test_a_member_does_not_wait_for_a_node_that_is_away(engine: Engine) -> None:
+    agent, remote = engine.join()
+    handles = start_members(engine, d0="a", d1="b", d2="c", d3="d")
+    until(lambda: len(remote.ranks) == 2)
+    agent.stop.set()
+    engine.threads[0].join(WITHIN_S)
+    assert engine.codes(handles)[2:] == [-9, -9]
+    engine.clock.advance(SILENT_S)
+    began_s = time.monotonic()
+    with pytest.raises(Unavailable, match="nodes 1 did not come"):
+        start_members(engine, d3="f")
+    assert time.monotonic() - began_s < 1.0
+    start_members(engine, d0="g")
+
+
+def test_a_new_life_of_the_whole_engine_replaces_all_members(engine: Engine) -> None:
+    _, remote = engine.join()
+    start_members(engine, d0="a", d1="b", d2="c", d3="d")
+    until(lambda: len(remote.ranks) == 2)
+    engine.launcher.announce(ready=True)
+    handles = start_members(engine, "e2", d0="h", d1="i", d2="j", d3="k")
+    until(lambda: len(remote.ranks) == 4)
+    assert [rank.code for rank in remote.ranks] == [-9, -9, None, None]
+    assert engine.codes(handles) == [None] * 4
+    until(lambda: not engine.agents[0].ready)
