@@ -29,6 +29,7 @@ from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.errors import DuplicateRequest, InvalidRequest, PdClusterError, Unavailable, from_info
 from pd_cluster.ids import BlockId, Rank, RequestId, RouterId, TransferId, WorkerId
+from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.request import Request
 from pd_cluster.transfer.contract import CommitRecord
 
@@ -52,9 +53,11 @@ class DecodeWorker:
         block_size: int,
         lease_s: float,
         expert_load: Callable[[], list[list[int]]],
+        placement: Callable[[], PlacementStatus | None] = lambda: None,
     ) -> None:
         self._scheduler = scheduler
         self._expert_load = expert_load
+        self._placement = placement
         self._sync = sync
         self._clock = clock
         self._vocab_size = vocab_size
@@ -68,6 +71,7 @@ class DecodeWorker:
         self._known_quarantined: set[TransferId] = set()  # at the last look
         self._next_look_s = 0.0
         self._draining = False
+        self._leaving = False
         sync.on_tell = self._on_tell
 
     def attach(self, loop: EngineLoop, outgoing: Outgoing, fill_rank: FillRank) -> None:
@@ -80,6 +84,29 @@ class DecodeWorker:
     def idle(self) -> bool:
         """Nothing is reserved, quarantined, queued or running."""
         return not len(self.reservations) and not self._owners
+
+    # ---- from the group that this worker is a member of
+
+    def leave(self) -> None:
+        """Others are to do without this worker: it takes nothing new, and what it has goes on elsewhere."""
+        self._leaving = True
+        for request_id, transfer_id in list(self._transfer_of.items()):
+            error = Unavailable("this worker leaves its group: ask another").info()
+            self._owners.tell(request_id, m.Failed(request_id=request_id, transfer_id=transfer_id, error=error))
+            self._abort(request_id)
+        self._evict()
+
+    def stay(self) -> None:
+        """The group cannot do without it, or needs it again."""
+        self._leaving = False
+
+    def _evict(self) -> None:
+        evicted = self._scheduler.evict()
+        for request_id in evicted:
+            self._owners.tell(request_id, m.Preempted(request_id=request_id))
+            self._forget(request_id)
+        if evicted:
+            self._do(self.reservations.grant())
 
     # ---- from routers
 
@@ -126,13 +153,14 @@ class DecodeWorker:
             step_s=self._loop.step_s,
             prefill_tok_s=self._loop.prefill_tok_s,
             num_steps=self._loop.num_steps,
-            draining=self._draining,
+            draining=self._draining or self._leaving,
             expert_load=self._expert_load(),
+            placement=self._placement(),
         )
 
     def _check(self, request: Request) -> None:
         """Raise for a request this worker will not take."""
-        if self._draining:
+        if self._draining or self._leaving:
             raise Unavailable("this worker drains: ask another")
         if request.id in self._owners:
             raise DuplicateRequest(f"request {request.id} is here already")

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 from pd_cluster.engine.plan import TokenLogprobs
 from pd_cluster.errors import ErrorInfo
 from pd_cluster.ids import BlockId, EngineEpoch, EngineId, RequestId, RouterId, TransferId, UnitHash, WorkerId
+from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.request import FinishReason, Request
 from pd_cluster.transfer.contract import WorkerEndpoint
 
@@ -152,6 +153,8 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
     draining: bool = False
     expert_load: list[list[int]] = field(default_factory=list)
     """[MoE layer][expert] tokens that this rank has routed since its start."""
+    placement: PlacementStatus | None = None
+    """Of the experts of its engine, where ranks share them."""
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True, tag="heartbeat"):

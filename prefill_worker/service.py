@@ -18,6 +18,7 @@ from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import BlockId, Rank, RequestId, RouterId, TransferId
+from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.request import Request
 from pd_cluster.transfer.contract import CommitRecord
 from prefill_worker.push_group import GroupFailed, GroupPushed, GroupStopped, PushGroup
@@ -59,9 +60,11 @@ class PrefillWorker:
         vocab_size: int,
         max_model_len: int,
         expert_load: Callable[[], list[list[int]]],
+        placement: Callable[[], PlacementStatus | None] = lambda: None,
     ) -> None:
         self._scheduler = scheduler
         self._expert_load = expert_load
+        self._placement = placement
         self._sync = sync
         self._clock = clock
         self._vocab_size = vocab_size
@@ -130,6 +133,7 @@ class PrefillWorker:
             num_steps=self._loop.num_steps,
             draining=self._draining,
             expert_load=self._expert_load(),
+            placement=self._placement(),
         )
 
     def _prefill(self, router_id: RouterId, message: m.Prefill) -> None:

@@ -165,6 +165,7 @@ class EpochHub:
         answer = await self._planner.ask(self._question("look"))
         if answer.ratio is not None:
             self.stats.imbalance = answer.ratio
+        self.stats.layers = answer.layers
         if not self._trigger.due(answer.ratio, self._clock.now_s()):
             return
         answer = await self._planner.ask(self._question("rebalance"))

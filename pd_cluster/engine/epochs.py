@@ -25,6 +25,7 @@ from pd_cluster.errors import NotSupported, PdClusterError, TransferFailed
 from pd_cluster.ids import Rank
 from pd_cluster.log import get_log
 from pd_cluster.parallel.placement import Placement
+from pd_cluster.parallel.placement_status import LayerLoad
 from pd_cluster.parallel.planner import Stage, all_weights
 from pd_cluster.parallel.slot_table import SlotTable, slot_table
 from pd_cluster.parallel.stages import Load
@@ -82,6 +83,7 @@ class EpochStats(Struct, kw_only=True):
     bytes_loaded: int = 0  # into this rank's slots
     bytes_moved: int = 0  # over all ranks; at the hub
     imbalance: float = 0.0  # hottest rank over mean as last looked at, 0 before; at the hub
+    layers: list[LayerLoad] = msgspec.field(default_factory=list)  # at that look, whatever the ratio; at the hub
     is_changing: bool = False
     last_reason: str = ""  # of the last stage that was abandoned, or change that was refused
 

@@ -25,6 +25,7 @@ from pd_cluster.kv.layout import KvLayout
 from pd_cluster.launch.spec import RankSpec
 from pd_cluster.messages import WorkerInfo
 from pd_cluster.model.source import LoadedModel
+from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.rpc.security import Security
 from pd_cluster.rpc.server import ControlServer
 from pd_cluster.transfer.checksum import checksum
@@ -97,6 +98,7 @@ def lead_part(
     endpoints: list[RankEndpoint],
     clock: Clock,
     epochs: Epochs | None = None,
+    placement: Callable[[], PlacementStatus | None] = lambda: None,
 ) -> Part:
     scheduler = _scheduler(spec, model, engine)
     if spec.role == "prefill":
@@ -107,6 +109,7 @@ def lead_part(
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             expert_load=engine.expert_load,
+            placement=placement,
         )
         push_rank = _push_rank(spec, engine, transfers, endpoints, clock, lambda notice: prefill.on_notice(0, notice))
         loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=prefill, clock=clock, epochs=epochs)
@@ -130,6 +133,7 @@ def lead_part(
         block_size=engine.layout.block_size,
         lease_s=spec.config.kv.lease_s,
         expert_load=engine.expert_load,
+        placement=placement,
     )
     fill_rank = _fill_rank(spec, engine, transfers, lambda notice: decode.on_notice(0, notice))
     loop = EngineLoop(scheduler=scheduler, thread=thread, sync=sync, role=decode, clock=clock, epochs=epochs)

@@ -22,6 +22,7 @@ from pd_cluster.errors import EngineError, PdClusterError, TransferFailed
 from pd_cluster.ids import EngineEpoch, Rank
 from pd_cluster.launch.spec import RankSpec
 from pd_cluster.parallel.load_window import TriggerPolicy
+from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.parallel.stages import Load
 from pd_cluster.transfer.contract import Arena
 from pd_cluster.transfer.reads import NixlReader
@@ -97,6 +98,20 @@ class Placements:
     @property
     def stats(self) -> EpochStats:
         return self.epochs.stats
+
+    def status(self) -> PlacementStatus:
+        """For whoever looks at the engine."""
+        stats = self.stats
+        return PlacementStatus(
+            epoch=stats.epoch,
+            num_swaps=stats.num_swaps,
+            num_abandoned=stats.num_abandoned,
+            bytes_moved=stats.bytes_moved,
+            imbalance=stats.imbalance,
+            is_changing=stats.is_changing,
+            last_reason=stats.last_reason,
+            layers=stats.layers,
+        )
 
     def become_hub(self) -> EpochHub:
         """From now on the hub's part is here; `form` may follow."""

@@ -165,6 +165,7 @@ class RankServer:
             endpoints,
             self._clock,
             None if self.placements is None else self.placements.epochs,
+            lambda: None if self.placements is None else self.placements.status(),
         )
         assert self.part.server is not None
         port = await self.part.server.start()

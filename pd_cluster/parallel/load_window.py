@@ -24,6 +24,7 @@ from msgspec import Struct
 from pd_cluster.errors import ConfigError
 from pd_cluster.ids import Rank
 from pd_cluster.parallel.placement import Placement
+from pd_cluster.parallel.placement_status import HotExpert, LayerLoad
 from pd_cluster.parallel.replicas import rank_loads
 
 Floats = npt.NDArray[np.float64]
@@ -231,6 +232,27 @@ def predicted_ratio(
     ratios_L = predicted_ratios(placement, loads_LE, weights_LEC, live=live)
     busy_L = np.asarray(loads_LE).sum(1) > 0
     return float(ratios_L[busy_L].mean()) if busy_L.any() else 1.0
+
+
+def layer_loads(
+    placement: Placement,
+    loads_LE: Floats | Ints,
+    weights_LEC: list[list[list[float]]] | None = None,
+    *,
+    live: Sequence[int] | None = None,
+    most: int = 3,
+) -> list[LayerLoad]:
+    """What people are told of a window; empty when it holds nothing."""
+    if not np.asarray(loads_LE).any():
+        return []
+    result = []
+    ratios_L = predicted_ratios(placement, loads_LE, weights_LEC, live=live)
+    for layer, load_E in enumerate(np.asarray(loads_LE, np.float64)):
+        total, copies = max(float(load_E.sum()), 1.0), placement.copies(layer)
+        hottest = [int(e) for e in np.argsort(-load_E, kind="stable")[:most] if load_E[e]]
+        experts = [HotExpert(e, round(float(load_E[e]) / total, 4), len(copies[e])) for e in hottest]
+        result.append(LayerLoad(round(float(ratios_L[layer]), 4), experts))
+    return result
 
 
 def enough(loads_LE: Floats | Ints, num_ranks: int, noise: float = 0.05) -> bool:

@@ -19,8 +19,9 @@ from msgspec import Struct
 from pd_cluster.errors import ConfigError, ErrorInfo, NotSupported
 from pd_cluster.ids import ExpertId, Rank
 from pd_cluster.parallel.drift import rebalance
-from pd_cluster.parallel.load_window import Ints, Trigger, TriggerPolicy, predicted_ratio
+from pd_cluster.parallel.load_window import Ints, Trigger, TriggerPolicy, layer_loads, predicted_ratio
 from pd_cluster.parallel.placement import Placement
+from pd_cluster.parallel.placement_status import LayerLoad
 from pd_cluster.parallel.replicas import weights
 from pd_cluster.parallel.stages import missing, stages
 
@@ -59,6 +60,7 @@ class Answer(Struct, frozen=True, kw_only=True, array_like=True):
     """`ratio`: of the current placement, None while counts say too little. `error`: what does not fit."""
 
     ratio: float | None = None
+    layers: list[LayerLoad] = []  # to a look
     predicted: float | None = None
     stages: list[Stage] = []
     reason: str = ""
@@ -91,7 +93,10 @@ def answer(question: Question) -> Answer:
     trigger = Trigger(question.policy)
     shares = all_weights(current, question.weights)
     if question.kind == "look":
-        return Answer(ratio=trigger.ratio(current, loads_LE, shares, live=question.live))
+        return Answer(
+            ratio=trigger.ratio(current, loads_LE, shares, live=question.live),
+            layers=layer_loads(current, loads_LE, shares, live=question.live),
+        )
     try:
         if question.kind == "move":
             return _move(question, loads_LE)
