@@ -1,9 +1,12 @@
 """The cluster as one router sees it, as a message: its workers, its requests, and what it has counted."""
 
 from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import version
 
+from pd_cluster.ids import EngineId
 from pd_cluster.metrics import PREFIX, RouterMetrics
+from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.pb.v1 import cluster_pb2 as pb
 from pd_cluster.request import Phase
 from router.directory import Health, Worker
@@ -43,6 +46,7 @@ def cluster_status(
         ),
         totals=_totals(pipeline.metrics),
         requests=[_request(flight, now_s) for flight in flights[:max_requests]],
+        placements=[_placement(engine_id, status) for engine_id, status in placements(pipeline.directory.workers)],
     )
 
 
@@ -99,6 +103,40 @@ def _request(flight: Flight, now_s: float) -> pb.RequestStatus:
         num_retries=timings.num_retries,
         prefill_worker=timings.prefill_worker or "",
         decode_worker=timings.decode_worker or "",
+    )
+
+
+def placements(workers: Iterable[Worker]) -> list[tuple[EngineId, PlacementStatus]]:
+    """What is known of each engine whose ranks share experts, by its rank that knows most: the hub has seen a load."""
+    found: dict[EngineId, PlacementStatus] = {}
+    for worker in sorted(workers, key=_place):
+        status, known = worker.load.placement, found.get(worker.info.engine_id)
+        if status is not None and (known is None or _knows(status) > _knows(known)):
+            found[worker.info.engine_id] = status
+    return list(found.items())
+
+
+def _knows(status: PlacementStatus) -> tuple[bool, int, int]:
+    return bool(status.layers), status.bytes_moved, status.epoch
+
+
+def _placement(engine_id: EngineId, status: PlacementStatus) -> pb.PlacementStatus:
+    return pb.PlacementStatus(
+        engine_id=engine_id,
+        epoch=status.epoch,
+        num_swaps=status.num_swaps,
+        num_abandoned=status.num_abandoned,
+        bytes_moved=status.bytes_moved,
+        imbalance=status.imbalance,
+        is_changing=status.is_changing,
+        last_reason=status.last_reason,
+        layers=[
+            pb.LayerStatus(
+                imbalance=layer.ratio,
+                hottest=[pb.HotExpert(expert=e.expert, share=e.share, copies=e.copies) for e in layer.hottest],
+            )
+            for layer in status.layers
+        ],
     )
 
 

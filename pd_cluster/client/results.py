@@ -164,6 +164,31 @@ class RequestStatus(Struct, frozen=True, kw_only=True):
     decode_worker: str
 
 
+class HotExpert(Struct, frozen=True, kw_only=True):
+    expert: int
+    share: float  # of its layer's load
+    copies: int
+
+
+class LayerStatus(Struct, frozen=True, kw_only=True):
+    imbalance: float  # the busiest rank's load over the mean
+    hottest: list[HotExpert]
+
+
+class PlacementStatus(Struct, frozen=True, kw_only=True):
+    """Where the experts of an engine are, and how much work they have."""
+
+    engine_id: str
+    epoch: int  # rises with every change of which rank holds which expert
+    num_swaps: int
+    num_abandoned: int
+    bytes_moved: int
+    imbalance: float  # averaged over layers; 0 while there is too little load to say
+    is_changing: bool
+    last_reason: str  # why a change was given up or refused, the last time
+    layers: list[LayerStatus]  # empty before there was load
+
+
 class ClusterStatus(Struct, frozen=True, kw_only=True):
     """The cluster as one router sees it."""
 
@@ -176,6 +201,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
     phases: PhaseCounts
     totals: Totals
     requests: list[RequestStatus]
+    placements: list[PlacementStatus] = []  # of engines whose ranks share experts
 
 
 def plain(kind: type[T], message: Any, **values: Any) -> T:
@@ -199,7 +225,16 @@ def cluster_status(message: cluster_pb2.ClusterStatus) -> ClusterStatus:
             plain(RequestStatus, request, phase=Phase(_word(cluster_pb2.Phase.Name(request.phase))))
             for request in message.requests
         ],
+        placements=[placement_status(placement) for placement in message.placements],
     )
+
+
+def placement_status(message: cluster_pb2.PlacementStatus) -> PlacementStatus:
+    layers = [
+        plain(LayerStatus, layer, hottest=[plain(HotExpert, expert) for expert in layer.hottest])
+        for layer in message.layers
+    ]
+    return plain(PlacementStatus, message, layers=layers)
 
 
 def worker_status(message: cluster_pb2.WorkerStatus) -> WorkerStatus:

@@ -278,6 +278,7 @@ class ClusterStatus(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -296,6 +297,10 @@ class ClusterStatus(_message.Message):
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]: ...
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementStatus]:
+        """Of every engine whose ranks share experts."""
+
     def __init__(
         self,
         *,
@@ -308,14 +313,120 @@ class ClusterStatus(_message.Message):
         phases: Global___PhaseCounts | None = ...,
         totals: Global___Totals | None = ...,
         requests: _abc.Iterable[Global___RequestStatus] | None = ...,
+        placements: _abc.Iterable[Global___PlacementStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "phases", b"phases", "ready", b"ready", "requests", b"requests", "router_id", b"router_id", "totals", b"totals", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "phases", b"phases", "placements", b"placements", "ready", b"ready", "requests", b"requests", "router_id", b"router_id", "totals", b"totals", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class PlacementStatus(_message.Message):
+    """Where the experts of an engine are, and how much work they have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_SWAPS_FIELD_NUMBER: _builtins.int
+    NUM_ABANDONED_FIELD_NUMBER: _builtins.int
+    BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    IMBALANCE_FIELD_NUMBER: _builtins.int
+    IS_CHANGING_FIELD_NUMBER: _builtins.int
+    LAST_REASON_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    epoch: _builtins.int
+    """Rises with every change of which rank holds which expert."""
+    num_swaps: _builtins.int
+    """Since its ranks started: changes made, changes given up, and bytes of experts loaded for them."""
+    num_abandoned: _builtins.int
+    bytes_moved: _builtins.int
+    imbalance: _builtins.float
+    """The busiest rank's load over the mean, averaged over layers; 0 while there is too little to say."""
+    is_changing: _builtins.bool
+    last_reason: _builtins.str
+    """Why a change was given up or refused, the last time."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerStatus]:
+        """By layer of experts, over the last seconds with load; empty before."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        num_swaps: _builtins.int = ...,
+        num_abandoned: _builtins.int = ...,
+        bytes_moved: _builtins.int = ...,
+        imbalance: _builtins.float = ...,
+        is_changing: _builtins.bool = ...,
+        last_reason: _builtins.str = ...,
+        layers: _abc.Iterable[Global___LayerStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_moved", b"bytes_moved", "engine_id", b"engine_id", "epoch", b"epoch", "imbalance", b"imbalance", "is_changing", b"is_changing", "last_reason", b"last_reason", "layers", b"layers", "num_abandoned", b"num_abandoned", "num_swaps", b"num_swaps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementStatus: _TypeAlias = PlacementStatus  # noqa: Y015
+
+@_typing.final
+class LayerStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMBALANCE_FIELD_NUMBER: _builtins.int
+    HOTTEST_FIELD_NUMBER: _builtins.int
+    imbalance: _builtins.float
+    """The busiest rank's load over the mean."""
+    @_builtins.property
+    def hottest(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotExpert]:
+        """The experts with the most load, the hottest first."""
+
+    def __init__(
+        self,
+        *,
+        imbalance: _builtins.float = ...,
+        hottest: _abc.Iterable[Global___HotExpert] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hottest", b"hottest", "imbalance", b"imbalance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerStatus: _TypeAlias = LayerStatus  # noqa: Y015
+
+@_typing.final
+class HotExpert(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPERT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    expert: _builtins.int
+    share: _builtins.float
+    """Of its layer's load."""
+    copies: _builtins.int
+    """On how many ranks it is."""
+    def __init__(
+        self,
+        *,
+        expert: _builtins.int = ...,
+        share: _builtins.float = ...,
+        copies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "expert", b"expert", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HotExpert: _TypeAlias = HotExpert  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
