@@ -127,6 +127,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     experts_per_rank: list[int] = field(default_factory=list)  # expert slots on each rank of the engine
     endpoint: WorkerEndpoint | None = None  # of workers that take KV or send it
+    engine_epoch: EngineEpoch | None = None  # of its engine, when its DP ranks live and die one by one
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag="welcome"):

@@ -33,6 +33,7 @@ from router.conversations import Conversation, Conversations
 from router.directory import Directory, Health, Worker
 from router.flight import Flight
 from router.links import Links
+from router.lives import Lives
 from router.policy import Choice, pick_decode, pick_prefill
 from router.prefix_index import PrefixIndex
 from router.stream import TokenStream
@@ -68,7 +69,7 @@ class Pipeline:
         self._by_wire: dict[RequestId, Flight] = {}
         self._conversations = Conversations()
         self._links = Links(self._conversations.send)
-        self._epochs: dict[EngineId, EngineEpoch] = {}  # the latest life of every engine ever met
+        self._lives = Lives()
         self._turn = 0
         self._num_in_phase: Counter[Phase] = Counter()
         self._alarms = Alarms(self._flights)
@@ -232,10 +233,8 @@ class Pipeline:
             self._conversations.forget(client)
             return
         leg = Leg(info.worker_id, epoch)
-        before = self._epochs.get(info.engine_id)
-        if before is not None and before != epoch:
-            self.engine_dead(before)  # an engine starts anew only when every process of its last life is dead
-        self._epochs[info.engine_id] = epoch
+        for former in self._lives.begun(info, epoch):
+            self.engine_dead(former)
         known = self.directory.get(info.worker_id)
         if known is not None and known.health is not Health.LOST:
             self._lose(Leg(known.id, known.epoch), "it attached again")
@@ -330,7 +329,8 @@ class Pipeline:
                 self.remove_worker(leg.worker_id, reason)
 
     def engine_dead(self, epoch: EngineEpoch, first: Collection[WorkerId] | None = None) -> None:
-        """Every process of that engine epoch is dead: the supervisor saw it. Nothing is written by it any more.
+        """Every process of that life, of an engine or of one worker, is dead: the supervisor saw it. Nothing is written
+        by it any more.
 
         `first` of its workers died by themselves, the others were ended for their sake; None: not known.
         """

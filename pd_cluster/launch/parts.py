@@ -48,7 +48,7 @@ BackendFactory = Callable[[RankSpec, KvLayout, Arena], Backend]
 def nixl_backend(spec: RankSpec, layout: KvLayout, arena: Arena) -> Backend:
     from pd_cluster.transfer.nixl import NixlBackend
 
-    return NixlBackend(spec.epoch, spec.rank, layout, arena)
+    return NixlBackend(spec.worker_epoch, spec.rank, layout, arena)
 
 
 class Part(Struct, kw_only=True, eq=False):
@@ -197,15 +197,16 @@ def _server(
         experts_per_rank=engine.expert_slots(),
         endpoint=WorkerEndpoint(
             engine_id=spec.engine_id,
-            epoch=spec.epoch,
+            epoch=spec.worker_epoch,
             dp_rank=spec.dp_rank,
             fingerprint=engine.fingerprint,
             ranks=endpoints,
         ),
+        engine_epoch=None if spec.life is None else spec.epoch,
     )
     host = spec.control_host or spec.bind_host
     security = Security.from_config(spec.config.security)
-    return ControlServer(handler, info, spec.epoch, host=host, port=spec.control_port, security=security)
+    return ControlServer(handler, info, spec.worker_epoch, host=host, port=spec.control_port, security=security)
 
 
 def _push_rank(
@@ -234,11 +235,11 @@ def _fill_rank(
     spec: RankSpec, engine: TorchEngine, transfers: TransferThread, on_notice: Callable[[FillNotice], None]
 ) -> FillRank:
     if not spec.config.kv.verify:
-        return FillRank(spec.epoch, engine.layout, transfers, on_notice, None)
+        return FillRank(spec.worker_epoch, engine.layout, transfers, on_notice, None)
     read, layout = engine.arena.read, engine.layout
 
     def verify(record: SourceRecord, block_ids: list[BlockId]) -> bool:
         ranges = written_ranges(layout, record.head_ids, block_ids, record.first_unit, record.num_units)
         return checksum(read, ranges) == record.checksum
 
-    return FillRank(spec.epoch, layout, transfers, on_notice, verify)
+    return FillRank(spec.worker_epoch, layout, transfers, on_notice, verify)

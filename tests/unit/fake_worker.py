@@ -87,6 +87,7 @@ class FakeWorker:
         *,
         dp_rank: int = 0,
         epoch: str = "1",
+        engine_epoch: str | None = None,
         can_prefill: bool | None = None,
         can_decode: bool | None = None,
         num_blocks: int = 64,
@@ -118,6 +119,7 @@ class FakeWorker:
                 fingerprint=fingerprint(weights),
                 ranks=[],
             ),
+            engine_epoch=None if engine_epoch is None else EngineEpoch(engine_epoch),
         )
         self.peers = peers if peers is not None else {}
         self.reply: bytes | None = None  # what to say instead of toy tokens, then EOS
