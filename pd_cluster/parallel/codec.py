@@ -64,17 +64,21 @@ class Fp8:
     def encode(self, hidden_RH: Tensor) -> Tensor:
         R, H = hidden_RH.shape
         S = num_scales(H)
+        rows_RB = hidden_RH.new_zeros((R, self.row_bytes(H, hidden_RH.dtype)), dtype=torch.uint8)
+        if not R:
+            return rows_RB
         padded_RH = torch.nn.functional.pad(hidden_RH.float(), (0, S * BLOCK - H))
         blocks = padded_RH.view(R, S, BLOCK)
         scale_RS = blocks.abs().amax(dim=2).clamp_min(LEAST_AMAX) / HIGHEST
         codes_RH = (blocks / scale_RS.unsqueeze(2)).to(torch.float8_e4m3fn).view(R, S * BLOCK)[:, :H]
-        rows_RB = hidden_RH.new_zeros((R, self.row_bytes(H, hidden_RH.dtype)), dtype=torch.uint8)
         rows_RB[:, : 4 * S] = scale_RS.view(torch.uint8)
         rows_RB[:, 4 * S : 4 * S + H] = codes_RH.view(torch.uint8)
         return rows_RB
 
     def decode(self, rows_RB: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
         S = num_scales(hidden_size)
+        if not len(rows_RB):
+            return rows_RB.new_empty((0, hidden_size), dtype=dtype)
         scale_RS = rows_RB[:, : 4 * S].contiguous().view(torch.float32)
         codes_RH = rows_RB[:, 4 * S : 4 * S + hidden_size].contiguous().view(torch.float8_e4m3fn).float()
         return (codes_RH * scale_RS.repeat_interleave(BLOCK, dim=1)[:, :hidden_size]).to(dtype)

@@ -20,6 +20,7 @@ from pd_cluster.model.config import ModelConfig
 from pd_cluster.model.random_weights import RandomSource
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
+from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.request import SamplingParams
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -96,6 +97,14 @@ class Cluster:
             return build_engine(config, source, groups=groups, num_blocks=num_blocks, **options)
 
         self.engines = list(self._pool.map(build, range(dp * tp)))
+        dispatchers = [engine.dispatcher for engine in self.engines if isinstance(engine.dispatcher, NixlDispatcher)]
+        for one in dispatchers:
+            for other in dispatchers:
+                if one is not other:
+                    one.connect(other.ranks[0], other.endpoint())
+        for one in dispatchers:
+            one.begin(0, [other.ranks[0] for other in dispatchers])
+        self._dispatchers = dispatchers
         for engine in self.engines:
             engine.sampler = Recorder(engine.sampler)  # type: ignore[assignment]
 
@@ -186,6 +195,8 @@ class Cluster:
 
     def close(self) -> None:
         self._pool.shutdown()
+        for dispatcher in self._dispatchers:
+            dispatcher.close()
 
 
 def prefill(engine: TorchEngine, prompts: list[list[int]]) -> Tensor:
