@@ -74,10 +74,10 @@ class Worker:
     def observe_load(self, load: WorkerLoad) -> None:
         if load.step_s > 0 and load.num_running:
             self.costs.observe_step(load.num_running, load.num_context_tokens, load.step_s)
-        self.load = load
+        drained, self.load = self.load.draining, load
         self._prefill_tokens_since = self._seqs_since = self._context_since = self._blocks_since = 0
         if self.health is not Health.LOST:
-            self.health = Health.DRAINING if load.draining else self.health
+            self.health = Health.DRAINING if load.draining else Health.READY if drained else self.health
 
     def add_prefill(self, num_tokens: int) -> None:
         """Prompt tokens were sent there; negative when they are computed or aborted."""

@@ -25,6 +25,7 @@ from pd_cluster.engine.step_sync import (
     Message,
     Note,
     StepSync,
+    Vacant,
     Vote,
     Votes,
 )
@@ -71,6 +72,7 @@ class ElasticSync(StepSync):
         self.settle = settle
         self.on_begin = on_begin
         self.on_running = on_running
+        self.on_vacant: Callable[[int, int], None] = lambda _dp_rank, _generation: None  # at the hub
         self._clock = clock
         self._votes = None
         self._steering: tuple[Callable[[int], Decision | None], Callable[[], bool]] | None = None
@@ -133,6 +135,8 @@ class ElasticSync(StepSync):
                     self._cast(message)
                 elif isinstance(message, Note):
                     self.on_report(message.payload)
+                elif isinstance(message, Vacant):
+                    self.on_vacant(message.dp_rank, message.generation)
         except EngineError:
             link.close()
             if self._leads.get(dp_rank) is link:
@@ -172,12 +176,15 @@ class ElasticSync(StepSync):
         if isinstance(message, Formed):
             self._do(self.generations.formed(message))
         elif isinstance(message, Note):
-            if self.generations.is_over:
-                self._early_notes.append(message)  # the hub may have begun before this DP rank
-            else:
-                self._order(message)
+            self._hear_note(message)
         elif isinstance(message, Go) and not self.generations.is_over:
             self._arrive(message)
+
+    def _hear_note(self, note: Note) -> None:
+        if self.generations.is_over:
+            self._early_notes.append(note)  # the hub may have begun before this DP rank
+        else:
+            self._order(note)
 
     def _hear_follower(self, rank: Rank, message: Message) -> None:
         if isinstance(message, Begun):
@@ -314,6 +321,23 @@ class ElasticSync(StepSync):
         if self.generations.is_over:
             raise GenerationOver
         return await super().go()
+
+    def vacate(self, generation: int) -> None:
+        """Tell the hub that this DP rank, which the roster of that generation tells to leave, is idle; say it again,
+        for the hub may change.
+        """
+        if self.is_hub:
+            self.on_vacant(self.dp_rank, generation)
+        elif self._up is not None and not self.generations.is_over:
+            self._up.send(Vacant(generation, self.dp_rank))
+
+    def order(self, payload: bytes) -> None:
+        """See `StepSync`. Ranks that have not begun yet hear it when they have."""
+        assert self.is_hub
+        note = Note(payload)
+        for link in self._leads.values():
+            link.send(note)
+        self._hear_note(note)
 
     def report(self, payload: bytes) -> None:
         """Lost when it comes between generations, for then all placements are settled anew."""

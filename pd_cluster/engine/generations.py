@@ -161,7 +161,9 @@ class Generations:
             return self._fail(f"roster {roster.generation} goes on without DP rank {self._dp_rank}")
         if self.phase is not Phase.HALTING:
             self._to(Phase.HALTING)
-        self._await(f"generation {roster.generation} to form", now_s + FORM_S * self._patience)
+        self._deadline_s = None
+        if roster.generation:  # how long a whole engine may take to start is for others to say
+            self._await(f"generation {roster.generation} to form", now_s + FORM_S * self._patience)
         return [Halt()]
 
     def at_rest(self, next_step: int, standing: bytes) -> list[Action]:

@@ -157,6 +157,13 @@ class Scheduler:
         self._end(seq)
         return True
 
+    def evict(self) -> list[RequestId]:
+        """Forget all requests, as `abort` does each of them; which those were, to be resumed elsewhere."""
+        request_ids = list(self._sequences)
+        for request_id in request_ids:
+            self.abort(request_id)
+        return request_ids
+
     def abort_keeping_blocks(self, request_id: RequestId) -> list[BlockId]:
         """Forget a request whose blocks somebody still reads: they count as reserved until `cancel`."""
         seq = self._sequences.get(request_id)

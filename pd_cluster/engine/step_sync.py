@@ -87,7 +87,14 @@ class Begun(Struct, frozen=True, tag="begun"):
     generation: int
 
 
-Message = Join | Vote | Go | Run | Tell | Note | Hello | Formed | Begun
+class Vacant(Struct, frozen=True, tag="vacant"):
+    """From a lead that a roster tells to leave to the hub: nothing runs there any more, and nothing is kept."""
+
+    generation: int
+    dp_rank: int
+
+
+Message = Join | Vote | Go | Run | Tell | Note | Hello | Formed | Begun | Vacant
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 

@@ -123,8 +123,10 @@ class Groups:
         device: torch.device | None = None,
         timeout_s: float = 300.0,
         name: str = "groups",
+        elastic: bool = False,
     ) -> "Groups":
-        """Meet the other ranks on `store`; blocks until all are there.
+        """Meet the other ranks on `store`; blocks until all are there. `elastic`: DP ranks come and go, so only those
+        of one DP rank are a group.
 
         `name` tells one meeting from the next on the same store. Raises ConfigError when the rank is not one of the
         engine, EngineError when the others do not come within `timeout_s`.
@@ -136,7 +138,8 @@ class Groups:
         if num_ranks == 1:
             return groups
         on_gpu = device is not None and device.type == "cuda"
-        groups.engine = _build(f"{name}/engine", store, rank, num_ranks, on_gpu, timeout_s)
+        if not elastic:
+            groups.engine = _build(f"{name}/engine", store, rank, num_ranks, on_gpu, timeout_s)
         if data_parallel == 1:
             groups.tp = groups.engine
         elif tensor_parallel > 1:

@@ -60,8 +60,8 @@ AT_ONCE = 2
 
 
 class NixlDispatcher:
-    """`dispatch` and what follows it belong to one thread; `mask` and `suspects` to any. The rest may be called from
-    any thread while no step runs.
+    """`dispatch` and what follows it belong to one thread; `mask`, `halt` and `suspects` to any. The rest may be called
+    from any thread while no step runs.
 
     Until the first `begin` it is alone: a warm-up runs, with all other ranks missing.
     """
@@ -102,6 +102,7 @@ class NixlDispatcher:
         self.posts = Posts(self.buffers, name)
         self._live: frozenset[int] = frozenset()
         self._masked: set[int] = set()
+        self._halted_before = -1
         self._membership = threading.Lock()
         self._far = False
         self._void = False
@@ -149,8 +150,9 @@ class NixlDispatcher:
             self.posts.reconnect(rank)
         with self._membership:
             self.generation, self._sequence, self._live = generation, 0, others
+            is_over = generation < self._halted_before
             self.buffers.ignored[:] = [
-                rank not in others or rank in self._masked for rank in range(self.shape.num_ranks)
+                is_over or rank not in others or rank in self._masked for rank in range(self.shape.num_ranks)
             ]
         self._far = any(not self.posts.is_near(rank) for rank in others if rank in self.posts.peers)
         self._void = False
@@ -161,6 +163,15 @@ class NixlDispatcher:
         with self._membership:
             self._masked.add(rank)
             self.buffers.ignored[rank] = 1
+
+    def halt(self, generation: int) -> None:
+        """That generation is to follow: no step of an older one waits for anybody any more, at once. A step of which
+        only some ranks were told ends by this too.
+        """
+        with self._membership:
+            self._halted_before = max(self._halted_before, generation)
+            if self.generation < generation:
+                self.buffers.ignored[:] = 1
 
     def take_void(self) -> bool:
         """At the end of a step: whether rows of its tokens were missing."""

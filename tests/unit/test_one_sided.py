@@ -370,3 +370,33 @@ def test_a_new_life_of_a_rank_is_met_and_the_old_one_stays_masked() -> None:
         results = ranks.each(lambda rank: step.run(ranks.all[rank]))
         assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
         old.close()
+
+
+def test_a_generation_to_come_ends_what_is_under_way_and_nothing_behind_it() -> None:
+    """Only rank 0 was told of a step; rank 1 lives and never enters it."""
+    with Ranks(2) as ranks:
+        step = Step([5, 6])
+        halting = threading.Timer(0.05, lambda: ranks.all[0].halt(1))
+        halting.start()
+        started_s = time.monotonic()
+        step.run(ranks.all[0])
+        assert time.monotonic() - started_s < 5.0
+        halting.join()
+        assert ranks.all[0].take_void()
+        ranks.all[1].halt(1)
+        ranks.begin(1)
+        results = ranks.each(lambda rank: step.run(ranks.all[rank]))
+        assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
+        assert not any(dispatcher.take_void() for dispatcher in ranks.all)
+
+
+def test_a_generation_that_is_over_before_it_begins_waits_for_nobody() -> None:
+    with Ranks(2) as ranks:
+        step = Step([5, 6])
+        ranks.all[0].halt(2)
+        ranks.begin(1)
+        step.run(ranks.all[0])  # rank 1 does not come
+        assert ranks.all[0].take_void()
+        ranks.begin(2)
+        results = ranks.each(lambda rank: step.run(ranks.all[rank]))
+        assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
