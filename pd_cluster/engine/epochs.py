@@ -369,14 +369,15 @@ class RankEpochs:
         self._queue.clear()
         self._running.clear()
         if self._now is not None:
-            committed = self._now.stage == stage
-            if self._transition is not None:
-                if committed:  # by a member that is gone, perhaps
-                    self._take(stage, self._next_tables)
-                elif self._transition.phase is not Phase.ABANDONED:
-                    self._transition.decided(Abandon(self._now.stage.placement.epoch, "the engine's members changed"))
-            self.stats.num_abandoned += not committed
-            self._leave()
+            transition = self._transition
+            if transition is not None and self._now.stage == stage:  # some member has seen its commit
+                self._take(stage, self._next_tables)
+                self._transition = self._now = None
+            else:
+                if transition is not None and transition.phase is not Phase.ABANDONED:
+                    transition.decided(Abandon(self._now.stage.placement.epoch, "the engine's members changed"))
+                self.stats.num_abandoned += 1
+                self._leave()
         self._transition = None
         if self.stage != stage:
             self._take(stage, self._tables_of(stage))
