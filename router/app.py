@@ -23,7 +23,7 @@ from pd_cluster.rpc.security import Security
 from router.attempt import Limits
 from router.directory import Directory
 from router.grpc_api import ConnectionLimits, GrpcApi
-from router.grpc_cluster import Scale
+from router.grpc_cluster import Pools
 from router.http_server import HttpServer
 from router.openai_api import build_app
 from router.pipeline import Pipeline
@@ -50,7 +50,7 @@ class Router:
         addresses: Iterable[str] = (),
         security: Security | None = None,
         hardware: Hardware | None = None,
-        scale: Scale | None = None,
+        pools: Pools | None = None,
         grpc_limits: ConnectionLimits | None = None,
     ) -> None:
         self.config = config
@@ -77,7 +77,7 @@ class Router:
         self._stopping: set[asyncio.Task[None]] = set()
         self._http = http
         self._server: HttpServer | None = None
-        self._scale = scale
+        self._pools = pools
         self._grpc_limits = grpc_limits
         self._grpc: GrpcApi | None = None
 
@@ -99,7 +99,7 @@ class Router:
             await self._server.start()
             log.info("http_listening", host=section.host, port=self._server.port, model=serving.model_name)
             if section.grpc:
-                self._grpc = GrpcApi(serving, section, self.id, scale=self._scale, limits=self._grpc_limits)
+                self._grpc = GrpcApi(serving, section, self.id, pools=self._pools, limits=self._grpc_limits)
                 await self._grpc.start()
         self.pipeline.start()
         for address in self._addresses:

@@ -11,6 +11,7 @@ from pd_cluster.pb.v1 import cluster_pb2 as pb
 from pd_cluster.request import Phase
 from router.directory import Health, Worker
 from router.flight import Flight
+from router.members import Members, members
 from router.pipeline import Pipeline
 
 VERSION = version("pd-cluster")
@@ -47,6 +48,7 @@ def cluster_status(
         totals=_totals(pipeline.metrics),
         requests=[_request(flight, now_s) for flight in flights[:max_requests]],
         placements=[_placement(engine_id, status) for engine_id, status in placements(pipeline.directory.workers)],
+        engines=[_engine(each) for each in members(sorted(pipeline.directory.workers, key=_place))],
     )
 
 
@@ -55,14 +57,31 @@ def _place(worker: Worker) -> tuple[bool, str, int]:
     return not worker.info.can_prefill, worker.info.engine_id, worker.info.dp_rank
 
 
+def _role(worker: Worker) -> "pb.Role.ValueType":
+    if not worker.info.can_prefill:
+        return pb.ROLE_DECODE
+    return pb.ROLE_COLOCATED if worker.info.can_decode else pb.ROLE_PREFILL
+
+
+def _engine(engine: Members) -> pb.EngineStatus:
+    return pb.EngineStatus(
+        engine_id=engine.engine_id,
+        role=_role(engine.one),
+        data_parallel=engine.one.info.data_parallel,
+        tensor_parallel=engine.one.info.tensor_parallel,
+        up=engine.up,
+        leaving=engine.leaving,
+        away=engine.away,
+    )
+
+
 def worker_status(worker: Worker) -> pb.WorkerStatus:
     info, load = worker.info, worker.load
-    role = pb.ROLE_DECODE if not info.can_prefill else pb.ROLE_COLOCATED if info.can_decode else pb.ROLE_PREFILL
     return pb.WorkerStatus(
         worker_id=info.worker_id,
         engine_id=info.engine_id,
         epoch=worker.epoch,
-        role=role,
+        role=_role(worker),
         health=HEALTH[worker.health],
         reason=worker.lost_reason if worker.health is Health.LOST else "",
         data_parallel=info.data_parallel,

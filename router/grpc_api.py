@@ -18,7 +18,7 @@ from pd_cluster.log import get_log
 from pd_cluster.pb.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from pd_cluster.rpc.addresses import join_address
 from pd_cluster.rpc.security import Security
-from router.grpc_cluster import Cluster, Scale
+from router.grpc_cluster import Cluster, Pools
 from router.grpc_edge import ApiKeys, WellFormed
 from router.grpc_health import Health
 from router.grpc_inference import Inference
@@ -66,7 +66,7 @@ class GrpcApi:
         section: RouterSection,
         router_id: RouterId,
         *,
-        scale: Scale | None = None,
+        pools: Pools | None = None,
         limits: ConnectionLimits | None = None,
     ) -> None:
         self.port: int | None = None
@@ -78,7 +78,7 @@ class GrpcApi:
         interceptors = [ApiKeys(keys), WellFormed()]
         self._server = aio.server(interceptors=interceptors, options=(limits or ConnectionLimits()).options())
         inference_pb2_grpc.add_InferenceServicer_to_server(Inference(serving), self._server)
-        cluster = Cluster(serving, router_id, admin_key=operator_key, scale=scale)
+        cluster = Cluster(serving, router_id, admin_key=operator_key, pools=pools)
         cluster_pb2_grpc.add_ClusterServicer_to_server(cluster, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(Health(serving.pipeline), self._server)
         reflection.enable_server_reflection(SERVICES, self._server)

@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from pd_cluster.errors import InvalidRequest, NotSupported, UnknownWorker
 from pd_cluster.ids import RouterId, WorkerId
@@ -23,16 +22,25 @@ MAX_REQUESTS = 1000
 
 ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_COLOCATED: "colocated"}
 
-Scale = Callable[[str, int], Awaitable[int]]
-"""Role and how many engines of it shall run -> how many were meant to run before. Raises InvalidRequest."""
+
+class Pools(Protocol):
+    """Whoever starts engines."""
+
+    async def scale(self, role: str, instances: int) -> int:
+        """Let so many engines of a role run; how many were meant to before. Raises InvalidRequest."""
+
+    async def scale_ranks(self, role: str, ranks: int, engine_id: str | None) -> tuple[str, int]:
+        """Let so many ranks of one engine compute; its id, and how many were meant to before. Returns when they do.
+        Raises InvalidRequest when that cannot be.
+        """
 
 
 class Cluster(cluster_pb2_grpc.ClusterServicer):
-    def __init__(self, serving: Serving, router_id: RouterId, *, admin_key: str | None, scale: Scale | None) -> None:
+    def __init__(self, serving: Serving, router_id: RouterId, *, admin_key: str | None, pools: Pools | None) -> None:
         self._serving = serving
         self._router_id = router_id
         self._admin_key = admin_key
-        self._scale = scale
+        self._pools = pools
         self._started_s = time.monotonic()
 
     async def GetStatus(self, message: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
@@ -67,12 +75,19 @@ class Cluster(cluster_pb2_grpc.ClusterServicer):
             role = ROLES.get(message.role)
             if role is None:
                 raise InvalidRequest("role must be prefill, decode or colocated", param="role")
-            if self._scale is None:
+            if self._pools is None:
                 raise NotSupported(
                     "this router does not start engines: change the number of workers where they are deployed"
                 )
+            if bool(message.instances) and bool(message.ranks):
+                raise InvalidRequest("either instances or ranks, not both", param="ranks")
+            if message.ranks:
+                engine_id = message.engine_id or None
+                log.info("scale_asked", role=role, engine=engine_id, ranks=message.ranks, peer=context.peer())
+                name, before = await self._pools.scale_ranks(role, message.ranks, engine_id)
+                return pb.ScaleResponse(engine_id=name, ranks_before=before)
             log.info("scale_asked", role=role, instances=message.instances, peer=context.peer())
-            return pb.ScaleResponse(instances_before=await self._scale(role, message.instances))
+            return pb.ScaleResponse(instances_before=await self._pools.scale(role, message.instances))
 
     def _status(self, max_requests: int) -> pb.ClusterStatus:
         return cluster_status(

@@ -5,6 +5,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pd_cluster.cli.members_view import members
 from pd_cluster.client import ClusterStatus, Health, RequestStatus, Role, Totals, WorkerStatus
 
 BAR_WIDTH = 10
@@ -46,6 +47,8 @@ class Moment(Struct, frozen=True):
 
 def view(moment: Moment) -> RenderableType:
     parts: list[RenderableType] = [_head(moment.now), _rates(moment), "", _workers(moment.now.workers)]
+    if moment.now.engines:
+        parts += ["", *map(members, moment.now.engines)]
     if moment.now.requests:
         parts += ["", _requests(moment.now.requests)]
     return Group(*parts)

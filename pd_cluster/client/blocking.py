@@ -184,6 +184,17 @@ class Client:
         message = cluster_pb2.ScaleRequest(role=cluster_pb2.Role.Value(f"ROLE_{Role(role).name}"), instances=instances)
         return int(self._ask(lambda router: router.cluster.Scale, message).instances_before)
 
+    def scale_ranks(self, role: Role | str, ranks: int, engine_id: str | None = None) -> tuple[str, int]:
+        """Let that many ranks of one engine compute; its id, and how many were meant to before. Returns when they do.
+
+        `engine_id` may be left out when the role has one engine. Raises InvalidRequest that says what does not fit,
+        NotSupported, PermissionDenied, DeadlineExceeded.
+        """
+        role_value = cluster_pb2.Role.Value(f"ROLE_{Role(role).name}")
+        message = cluster_pb2.ScaleRequest(role=role_value, ranks=ranks, engine_id=engine_id or "")
+        answer = self._ask(lambda router: router.cluster.Scale, message)
+        return str(answer.engine_id), int(answer.ranks_before)
+
     # ---- calls
 
     def _patience(self, timeout_s: float | None) -> Patience:

@@ -189,6 +189,18 @@ class PlacementStatus(Struct, frozen=True, kw_only=True):
     layers: list[LayerStatus]  # empty before there was load
 
 
+class EngineStatus(Struct, frozen=True, kw_only=True):
+    """DP ranks of an engine."""
+
+    engine_id: str
+    role: Role
+    data_parallel: int
+    tensor_parallel: int
+    up: list[int]  # take requests
+    leaving: list[int]  # finish or give away what they have
+    away: list[int]  # start, have died, or were ended because the engine shrank
+
+
 class ClusterStatus(Struct, frozen=True, kw_only=True):
     """The cluster as one router sees it."""
 
@@ -202,6 +214,7 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
     totals: Totals
     requests: list[RequestStatus]
     placements: list[PlacementStatus] = []  # of engines whose ranks share experts
+    engines: list[EngineStatus] = []  # with several DP ranks
 
 
 def plain(kind: type[T], message: Any, **values: Any) -> T:
@@ -226,6 +239,17 @@ def cluster_status(message: cluster_pb2.ClusterStatus) -> ClusterStatus:
             for request in message.requests
         ],
         placements=[placement_status(placement) for placement in message.placements],
+        engines=[
+            plain(
+                EngineStatus,
+                engine,
+                role=Role(_word(cluster_pb2.Role.Name(engine.role))),
+                up=list(engine.up),
+                leaving=list(engine.leaving),
+                away=list(engine.away),
+            )
+            for engine in message.engines
+        ],
     )
 
 

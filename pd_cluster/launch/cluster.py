@@ -13,6 +13,7 @@ from typing import Self
 from pd_cluster.config import ClusterConfig, LaunchSection
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import EngineId
+from pd_cluster.launch.group_life import GroupLife
 from pd_cluster.launch.launcher import Launcher, create_launcher
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp, State
 from pd_cluster.launch.roles import engine_shapes
@@ -56,7 +57,7 @@ class Cluster:
     ) -> None:
         self.config = config
         self.model = model or open_model(config.model.path, config.model.load)
-        self.router = Router(config, self.model, http=http, scale=self.scale)
+        self.router = Router(config, self.model, http=http, pools=self)
         self._on_progress = on_progress
         self._on_event = on_event
         self._exits = contextlib.AsyncExitStack()
@@ -104,6 +105,45 @@ class Cluster:
             engine_id = engine.shape.engine_id
             self._leaving[engine_id] = asyncio.create_task(self._dismiss(engine_id), name=f"dismiss-{engine_id}")
         return len(pool)
+
+    async def scale_ranks(self, role: str, ranks: int, engine_id: str | None = None) -> tuple[str, int]:
+        """Let that many ranks of an elastic engine compute; its id, and how many were meant to before.
+
+        Returns when they do. DP ranks that go give their requests and experts away first, the highest ones; those that
+        come begin with none. `engine_id` may be left out when the role has one engine. Raises InvalidRequest.
+        """
+        pool = {
+            engine.shape.engine_id: engine
+            for engine in self.supervisor.engines.values()
+            if engine.shape.role == role and engine.shape.engine_id not in self._leaving
+        }
+        names = " and ".join(pool) or "none"
+        if engine_id is None and len(pool) != 1:
+            raise InvalidRequest(f"say which {role} engine: there are {names}", param="engine_id")
+        name = next(iter(pool)) if engine_id is None else EngineId(engine_id)
+        if name not in pool:
+            raise InvalidRequest(f"there is no {role} engine {name[:200]}: there are {names}", param="engine_id")
+        shape, life = pool[name].shape, pool[name].life
+        if not isinstance(life, GroupLife):
+            raise InvalidRequest(
+                f"{name} lives and dies as a whole: for ranks that come and go, start it with data_parallel above 1 "
+                'and dispatcher = "nixl"',
+                param="ranks",
+            )
+        if ranks % shape.tensor_parallel:
+            raise InvalidRequest(
+                f"{name} has DP ranks of {shape.tensor_parallel} ranks each (tensor_parallel): {ranks} is no multiple",
+                param="ranks",
+            )
+        if not shape.tensor_parallel <= ranks <= shape.num_ranks:
+            raise InvalidRequest(
+                f"{name} was started for {shape.num_ranks} ranks: it can have {shape.tensor_parallel} to "
+                f"{shape.num_ranks}, not {ranks}",
+                param="ranks",
+            )
+        before = life.num_wanted * shape.tensor_parallel
+        await self.supervisor.resize(name, ranks // shape.tensor_parallel)
+        return name, before
 
     async def _dismiss(self, engine_id: EngineId) -> None:
         """Drain an engine and end it; after the longest time that a request may take, with what is left."""

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epd_cluster/pb/v1/cluster.proto\x12\rpd_cluster.v1\">\n\x10GetStatusRequest\x12\x19\n\x0cmax_requests\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_max_requests\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.pd_cluster.v1.ClusterStatus\"j\n\x12WatchStatusRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cmax_requests\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_interval_msB\x0f\n\r_max_requests\"U\n\x13WatchStatusResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.pd_cluster.v1.ClusterStatus\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"<\n\rDrainResponse\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.pd_cluster.v1.WorkerStatus\"D\n\x0cScaleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.pd_cluster.v1.Role\x12\x11\n\tinstances\x18\x02 \x01(\r\")\n\rScaleResponse\x12\x18\n\x10instances_before\x18\x01 \x01(\r\"\xc8\x02\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\r\n\x05ready\x18\x05 \x01(\x08\x12,\n\x07workers\x18\x06 \x03(\x0b\x32\x1b.pd_cluster.v1.WorkerStatus\x12*\n\x06phases\x18\x07 \x01(\x0b\x32\x1a.pd_cluster.v1.PhaseCounts\x12%\n\x06totals\x18\x08 \x01(\x0b\x32\x15.pd_cluster.v1.Totals\x12.\n\x08requests\x18\t \x03(\x0b\x32\x1c.pd_cluster.v1.RequestStatus\x12\x32\n\nplacements\x18\n \x03(\x0b\x32\x1e.pd_cluster.v1.PlacementStatus\"\xdb\x01\n\x0fPlacementStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnum_swaps\x18\x03 \x01(\x04\x12\x15\n\rnum_abandoned\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x11\n\timbalance\x18\x06 \x01(\x01\x12\x13\n\x0bis_changing\x18\x07 \x01(\x08\x12\x13\n\x0blast_reason\x18\x08 \x01(\t\x12*\n\x06layers\x18\t \x03(\x0b\x32\x1a.pd_cluster.v1.LayerStatus\"K\n\x0bLayerStatus\x12\x11\n\timbalance\x18\x01 \x01(\x01\x12)\n\x07hottest\x18\x02 \x03(\x0b\x32\x18.pd_cluster.v1.HotExpert\":\n\tHotExpert\x12\x0e\n\x06\x65xpert\x18\x01 \x01(\r\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x0e\n\x06\x63opies\x18\x03 \x01(\r\"\x89\x04\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12!\n\x04role\x18\x04 \x01(\x0e\x32\x13.pd_cluster.v1.Role\x12%\n\x06health\x18\x05 \x01(\x0e\x32\x15.pd_cluster.v1.Health\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x15\n\rdata_parallel\x18\x07 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x08 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\t \x01(\r\x12#\n\x02kv\x18\n \x01(\x0b\x32\x17.pd_cluster.v1.KvStatus\x12\x13\n\x0bnum_waiting\x18\x0b \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0c \x01(\r\x12\x13\n\x0bnum_running\x18\r \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12\x1a\n\x12num_context_tokens\x18\x0f \x01(\x04\x12 \n\x18num_pending_reservations\x18\x10 \x01(\r\x12\x19\n\x11num_pending_sends\x18\x11 \x01(\r\x12\x0e\n\x06step_s\x18\x12 \x01(\x01\x12\x15\n\rprefill_tok_s\x18\x13 \x01(\x01\x12\x11\n\tnum_steps\x18\x14 \x01(\x04\x12\x15\n\rmax_model_len\x18\x15 \x01(\r\"\xd1\x01\n\x08KvStatus\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x1b\n\x13num_reserved_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x05 \x01(\r\x12\x19\n\x11oldest_stranded_s\x18\x06 \x01(\x01\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\"Y\n\x0bPhaseCounts\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x12\n\nprefilling\x18\x02 \x01(\r\x12\x14\n\x0ctransferring\x18\x03 \x01(\r\x12\x10\n\x08\x64\x65\x63oding\x18\x04 \x01(\r\"\xed\x01\n\x06Totals\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x13\n\x0bnum_retries\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\x04\x12\x19\n\x11kv_transfer_bytes\x18\x06 \x01(\x04\x12\x12\n\nttft_sum_s\x18\x07 \x01(\x01\x12\x12\n\nttft_count\x18\x08 \x01(\x04\x12\x11\n\titl_sum_s\x18\t \x01(\x01\x12\x11\n\titl_count\x18\n \x01(\x04\"\xd1\x01\n\rRequestStatus\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.pd_cluster.v1.Phase\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_retries\x18\x06 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x15\n\rdecode_worker\x18\x08 \x01(\t*S\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x12\n\x0eROLE_COLOCATED\x10\x03*X\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x10\n\x0cHEALTH_READY\x10\x01\x12\x13\n\x0fHEALTH_DRAINING\x10\x02\x12\x0f\n\x0bHEALTH_LOST\x10\x03*r\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x14\n\x10PHASE_PREFILLING\x10\x02\x12\x16\n\x12PHASE_TRANSFERRING\x10\x03\x12\x12\n\x0ePHASE_DECODING\x10\x04\x32\xb9\x02\n\x07\x43luster\x12N\n\tGetStatus\x12\x1f.pd_cluster.v1.GetStatusRequest\x1a .pd_cluster.v1.GetStatusResponse\x12V\n\x0bWatchStatus\x12!.pd_cluster.v1.WatchStatusRequest\x1a\".pd_cluster.v1.WatchStatusResponse0\x01\x12\x42\n\x05\x44rain\x12\x1b.pd_cluster.v1.DrainRequest\x1a\x1c.pd_cluster.v1.DrainResponse\x12\x42\n\x05Scale\x12\x1b.pd_cluster.v1.ScaleRequest\x1a\x1c.pd_cluster.v1.ScaleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epd_cluster/pb/v1/cluster.proto\x12\rpd_cluster.v1\">\n\x10GetStatusRequest\x12\x19\n\x0cmax_requests\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_max_requests\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.pd_cluster.v1.ClusterStatus\"j\n\x12WatchStatusRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0cmax_requests\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_interval_msB\x0f\n\r_max_requests\"U\n\x13WatchStatusResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.pd_cluster.v1.ClusterStatus\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"<\n\rDrainResponse\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.pd_cluster.v1.WorkerStatus\"f\n\x0cScaleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.pd_cluster.v1.Role\x12\x11\n\tinstances\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x11\n\tengine_id\x18\x04 \x01(\t\"R\n\rScaleResponse\x12\x18\n\x10instances_before\x18\x01 \x01(\r\x12\x14\n\x0cranks_before\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\"\xf6\x02\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08uptime_s\x18\x04 \x01(\x01\x12\r\n\x05ready\x18\x05 \x01(\x08\x12,\n\x07workers\x18\x06 \x03(\x0b\x32\x1b.pd_cluster.v1.WorkerStatus\x12*\n\x06phases\x18\x07 \x01(\x0b\x32\x1a.pd_cluster.v1.PhaseCounts\x12%\n\x06totals\x18\x08 \x01(\x0b\x32\x15.pd_cluster.v1.Totals\x12.\n\x08requests\x18\t \x03(\x0b\x32\x1c.pd_cluster.v1.RequestStatus\x12\x32\n\nplacements\x18\n \x03(\x0b\x32\x1e.pd_cluster.v1.PlacementStatus\x12,\n\x07\x65ngines\x18\x0b \x03(\x0b\x32\x1b.pd_cluster.v1.EngineStatus\"\xdb\x01\n\x0fPlacementStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tnum_swaps\x18\x03 \x01(\x04\x12\x15\n\rnum_abandoned\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x11\n\timbalance\x18\x06 \x01(\x01\x12\x13\n\x0bis_changing\x18\x07 \x01(\x08\x12\x13\n\x0blast_reason\x18\x08 \x01(\t\x12*\n\x06layers\x18\t \x03(\x0b\x32\x1a.pd_cluster.v1.LayerStatus\"K\n\x0bLayerStatus\x12\x11\n\timbalance\x18\x01 \x01(\x01\x12)\n\x07hottest\x18\x02 \x03(\x0b\x32\x18.pd_cluster.v1.HotExpert\":\n\tHotExpert\x12\x0e\n\x06\x65xpert\x18\x01 \x01(\r\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x0e\n\x06\x63opies\x18\x03 \x01(\r\"\x9f\x01\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12!\n\x04role\x18\x02 \x01(\x0e\x32\x13.pd_cluster.v1.Role\x12\x15\n\rdata_parallel\x18\x03 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\r\x12\n\n\x02up\x18\x05 \x03(\r\x12\x0f\n\x07leaving\x18\x06 \x03(\r\x12\x0c\n\x04\x61way\x18\x07 \x03(\r\"\x89\x04\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12!\n\x04role\x18\x04 \x01(\x0e\x32\x13.pd_cluster.v1.Role\x12%\n\x06health\x18\x05 \x01(\x0e\x32\x15.pd_cluster.v1.Health\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x15\n\rdata_parallel\x18\x07 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x08 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\t \x01(\r\x12#\n\x02kv\x18\n \x01(\x0b\x32\x17.pd_cluster.v1.KvStatus\x12\x13\n\x0bnum_waiting\x18\x0b \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x0c \x01(\r\x12\x13\n\x0bnum_running\x18\r \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0e \x01(\r\x12\x1a\n\x12num_context_tokens\x18\x0f \x01(\x04\x12 \n\x18num_pending_reservations\x18\x10 \x01(\r\x12\x19\n\x11num_pending_sends\x18\x11 \x01(\r\x12\x0e\n\x06step_s\x18\x12 \x01(\x01\x12\x15\n\rprefill_tok_s\x18\x13 \x01(\x01\x12\x11\n\tnum_steps\x18\x14 \x01(\x04\x12\x15\n\rmax_model_len\x18\x15 \x01(\r\"\xd1\x01\n\x08KvStatus\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x1b\n\x13num_reserved_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x05 \x01(\r\x12\x19\n\x11oldest_stranded_s\x18\x06 \x01(\x01\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\"Y\n\x0bPhaseCounts\x12\x0e\n\x06queued\x18\x01 \x01(\r\x12\x12\n\nprefilling\x18\x02 \x01(\r\x12\x14\n\x0ctransferring\x18\x03 \x01(\r\x12\x10\n\x08\x64\x65\x63oding\x18\x04 \x01(\r\"\xed\x01\n\x06Totals\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x13\n\x0bnum_retries\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\x04\x12\x19\n\x11kv_transfer_bytes\x18\x06 \x01(\x04\x12\x12\n\nttft_sum_s\x18\x07 \x01(\x01\x12\x12\n\nttft_count\x18\x08 \x01(\x04\x12\x11\n\titl_sum_s\x18\t \x01(\x01\x12\x11\n\titl_count\x18\n \x01(\x04\"\xd1\x01\n\rRequestStatus\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.pd_cluster.v1.Phase\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_retries\x18\x06 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x07 \x01(\t\x12\x15\n\rdecode_worker\x18\x08 \x01(\t*S\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x12\n\x0eROLE_COLOCATED\x10\x03*X\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x10\n\x0cHEALTH_READY\x10\x01\x12\x13\n\x0fHEALTH_DRAINING\x10\x02\x12\x0f\n\x0bHEALTH_LOST\x10\x03*r\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x14\n\x10PHASE_PREFILLING\x10\x02\x12\x16\n\x12PHASE_TRANSFERRING\x10\x03\x12\x12\n\x0ePHASE_DECODING\x10\x04\x32\xb9\x02\n\x07\x43luster\x12N\n\tGetStatus\x12\x1f.pd_cluster.v1.GetStatusRequest\x1a .pd_cluster.v1.GetStatusResponse\x12V\n\x0bWatchStatus\x12!.pd_cluster.v1.WatchStatusRequest\x1a\".pd_cluster.v1.WatchStatusResponse0\x01\x12\x42\n\x05\x44rain\x12\x1b.pd_cluster.v1.DrainRequest\x1a\x1c.pd_cluster.v1.DrainResponse\x12\x42\n\x05Scale\x12\x1b.pd_cluster.v1.ScaleRequest\x1a\x1c.pd_cluster.v1.ScaleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd_cluster.pb.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2554
-  _globals['_ROLE']._serialized_end=2637
-  _globals['_HEALTH']._serialized_start=2639
-  _globals['_HEALTH']._serialized_end=2727
-  _globals['_PHASE']._serialized_start=2729
-  _globals['_PHASE']._serialized_end=2843
+  _globals['_ROLE']._serialized_start=2837
+  _globals['_ROLE']._serialized_end=2920
+  _globals['_HEALTH']._serialized_start=2922
+  _globals['_HEALTH']._serialized_end=3010
+  _globals['_PHASE']._serialized_start=3012
+  _globals['_PHASE']._serialized_end=3126
   _globals['_GETSTATUSREQUEST']._serialized_start=49
   _globals['_GETSTATUSREQUEST']._serialized_end=111
   _globals['_GETSTATUSRESPONSE']._serialized_start=113
@@ -50,27 +50,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=410
   _globals['_DRAINRESPONSE']._serialized_end=470
   _globals['_SCALEREQUEST']._serialized_start=472
-  _globals['_SCALEREQUEST']._serialized_end=540
-  _globals['_SCALERESPONSE']._serialized_start=542
-  _globals['_SCALERESPONSE']._serialized_end=583
-  _globals['_CLUSTERSTATUS']._serialized_start=586
-  _globals['_CLUSTERSTATUS']._serialized_end=914
-  _globals['_PLACEMENTSTATUS']._serialized_start=917
-  _globals['_PLACEMENTSTATUS']._serialized_end=1136
-  _globals['_LAYERSTATUS']._serialized_start=1138
-  _globals['_LAYERSTATUS']._serialized_end=1213
-  _globals['_HOTEXPERT']._serialized_start=1215
-  _globals['_HOTEXPERT']._serialized_end=1273
-  _globals['_WORKERSTATUS']._serialized_start=1276
-  _globals['_WORKERSTATUS']._serialized_end=1797
-  _globals['_KVSTATUS']._serialized_start=1800
-  _globals['_KVSTATUS']._serialized_end=2009
-  _globals['_PHASECOUNTS']._serialized_start=2011
-  _globals['_PHASECOUNTS']._serialized_end=2100
-  _globals['_TOTALS']._serialized_start=2103
-  _globals['_TOTALS']._serialized_end=2340
-  _globals['_REQUESTSTATUS']._serialized_start=2343
-  _globals['_REQUESTSTATUS']._serialized_end=2552
-  _globals['_CLUSTER']._serialized_start=2846
-  _globals['_CLUSTER']._serialized_end=3159
+  _globals['_SCALEREQUEST']._serialized_end=574
+  _globals['_SCALERESPONSE']._serialized_start=576
+  _globals['_SCALERESPONSE']._serialized_end=658
+  _globals['_CLUSTERSTATUS']._serialized_start=661
+  _globals['_CLUSTERSTATUS']._serialized_end=1035
+  _globals['_PLACEMENTSTATUS']._serialized_start=1038
+  _globals['_PLACEMENTSTATUS']._serialized_end=1257
+  _globals['_LAYERSTATUS']._serialized_start=1259
+  _globals['_LAYERSTATUS']._serialized_end=1334
+  _globals['_HOTEXPERT']._serialized_start=1336
+  _globals['_HOTEXPERT']._serialized_end=1394
+  _globals['_ENGINESTATUS']._serialized_start=1397
+  _globals['_ENGINESTATUS']._serialized_end=1556
+  _globals['_WORKERSTATUS']._serialized_start=1559
+  _globals['_WORKERSTATUS']._serialized_end=2080
+  _globals['_KVSTATUS']._serialized_start=2083
+  _globals['_KVSTATUS']._serialized_end=2292
+  _globals['_PHASECOUNTS']._serialized_start=2294
+  _globals['_PHASECOUNTS']._serialized_end=2383
+  _globals['_TOTALS']._serialized_start=2386
+  _globals['_TOTALS']._serialized_end=2623
+  _globals['_REQUESTSTATUS']._serialized_start=2626
+  _globals['_REQUESTSTATUS']._serialized_end=2835
+  _globals['_CLUSTER']._serialized_start=3129
+  _globals['_CLUSTER']._serialized_end=3442
 # @@protoc_insertion_point(module_scope)

@@ -226,18 +226,26 @@ class ScaleRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     instances: _builtins.int
-    """How many engines of that role shall run."""
+    """How many engines of that role shall run; not together with `ranks`."""
+    ranks: _builtins.int
+    """How many ranks of one engine shall compute, a multiple of its tensor-parallel degree. The answer comes when they do."""
+    engine_id: _builtins.str
+    """Which engine; may be left out when the pool has only one."""
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         instances: _builtins.int = ...,
+        ranks: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "instances", b"instances", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,16 +256,23 @@ class ScaleResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCES_BEFORE_FIELD_NUMBER: _builtins.int
+    RANKS_BEFORE_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
     instances_before: _builtins.int
     """How many engines of that role were meant to run before."""
+    ranks_before: _builtins.int
+    """How many ranks of the engine were meant to compute before."""
+    engine_id: _builtins.str
     def __init__(
         self,
         *,
         instances_before: _builtins.int = ...,
+        ranks_before: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances_before", b"instances_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "instances_before", b"instances_before", "ranks_before", b"ranks_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,6 +294,7 @@ class ClusterStatus(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     version: _builtins.str
     model: _builtins.str
@@ -301,6 +317,10 @@ class ClusterStatus(_message.Message):
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementStatus]:
         """Of every engine whose ranks share experts."""
 
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
+        """Engines with several DP ranks, and which of these serve."""
+
     def __init__(
         self,
         *,
@@ -314,10 +334,11 @@ class ClusterStatus(_message.Message):
         totals: Global___Totals | None = ...,
         requests: _abc.Iterable[Global___RequestStatus] | None = ...,
         placements: _abc.Iterable[Global___PlacementStatus] | None = ...,
+        engines: _abc.Iterable[Global___EngineStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "phases", b"phases", "placements", b"placements", "ready", b"ready", "requests", b"requests", "router_id", b"router_id", "totals", b"totals", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "model", b"model", "phases", b"phases", "placements", b"placements", "ready", b"ready", "requests", b"requests", "router_id", b"router_id", "totals", b"totals", "uptime_s", b"uptime_s", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,6 +448,54 @@ class HotExpert(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HotExpert: _TypeAlias = HotExpert  # noqa: Y015
+
+@_typing.final
+class EngineStatus(_message.Message):
+    """DP ranks of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    UP_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    AWAY_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    role: Global___Role.ValueType
+    data_parallel: _builtins.int
+    tensor_parallel: _builtins.int
+    @_builtins.property
+    def up(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Take requests."""
+
+    @_builtins.property
+    def leaving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Finish or give away what they have."""
+
+    @_builtins.property
+    def away(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Cannot be reached: they start, have died, or were ended because the engine shrank."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
+        data_parallel: _builtins.int = ...,
+        tensor_parallel: _builtins.int = ...,
+        up: _abc.Iterable[_builtins.int] | None = ...,
+        leaving: _abc.Iterable[_builtins.int] | None = ...,
+        away: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away", b"away", "data_parallel", b"data_parallel", "engine_id", b"engine_id", "leaving", b"leaving", "role", b"role", "tensor_parallel", b"tensor_parallel", "up", b"up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

@@ -82,7 +82,7 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Change how many engines a pool has. UNIMPLEMENTED by a router that does not start engines itself.
+        """Change how many engines a pool has, or how many ranks of one engine compute. UNIMPLEMENTED by a router that does not start engines itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class ClusterStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
     """A worker takes nothing new and finishes what runs. It holds for all routers."""
     Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]
-    """Change how many engines a pool has. UNIMPLEMENTED by a router that does not start engines itself."""
+    """Change how many engines a pool has, or how many ranks of one engine compute. UNIMPLEMENTED by a router that does not start engines itself."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -52,7 +52,7 @@ class ClusterAsyncStub(ClusterStub):
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
     """A worker takes nothing new and finishes what runs. It holds for all routers."""
     Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]  # type: ignore[assignment]
-    """Change how many engines a pool has. UNIMPLEMENTED by a router that does not start engines itself."""
+    """Change how many engines a pool has, or how many ranks of one engine compute. UNIMPLEMENTED by a router that does not start engines itself."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     """What an operator asks of a router. Drain and Scale need the admin key, or come from the router's own machine."""
@@ -86,6 +86,6 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ScaleResponse, _abc.Awaitable[_cluster_pb2.ScaleResponse]]:
-        """Change how many engines a pool has. UNIMPLEMENTED by a router that does not start engines itself."""
+        """Change how many engines a pool has, or how many ranks of one engine compute. UNIMPLEMENTED by a router that does not start engines itself."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
