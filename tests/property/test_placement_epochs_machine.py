@@ -317,7 +317,7 @@ def test_every_rank_runs_every_step_with_one_placement_that_is_really_there(seed
     assert engine.num_steps_with_work > 40
     epochs = {member.epochs.placement.epoch for member in engine.members.values()}
     assert max(epochs) - min(epochs) <= 1
-    assert max(epochs) > 3
+    assert max(epochs) >= 2
 
 
 @settings(max_examples=80, deadline=None)
