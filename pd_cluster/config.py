@@ -34,6 +34,16 @@ class KvSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     late_write_s: float = 120.0  # how long the network may deliver what a broken connection carried
 
 
+class AutoscaleSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many DP ranks of an elastic engine serve, by its load: the share of sequences or KV blocks that is taken."""
+
+    enabled: bool = False
+    min_ranks: int | None = None  # at least so many, DP ranks times TP; defaults to one DP rank
+    low: float = 0.3  # below this for `hold_s` it shrinks
+    high: float = 0.75  # above this, or with requests that wait for room, it grows
+    hold_s: float = 60.0
+
+
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool. `instances` engines of data_parallel x tensor_parallel ranks each."""
 
@@ -48,6 +58,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     redundant_experts: int = 0
     dispatcher: Literal["auto", "collective", "nixl"] = "auto"  # between DP ranks that share experts
     dispatch_dtype: Literal["auto", "fp8"] = "auto"  # how tokens travel there: as they are, or in half the bytes
+    micro_batches: Literal["auto", "off"] = "off"  # large steps in two halves: one's tokens travel, the other's compute
     replica_choice: Literal["hash", "step"] = "hash"  # among copies of an expert; step: by the counts of each step
     expert_slots_per_rank: int | None = None  # in each layer; empty ones let experts move. Defaults to what is needed
     rebalance: Literal["auto", "off"] = "auto"  # auto: experts move into empty slots, and copies take other shares
@@ -59,6 +70,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     threads: int = 1  # torch threads of each rank
     device: DeviceChoice = "auto"  # a GPU for each rank where there is one
     cpus: CpuSets | None = None  # where its ranks run: "0-3", or a list with one such set for each rank in turn
+    autoscale: AutoscaleSection = field(default_factory=AutoscaleSection)
 
     @property
     def elastic(self) -> bool:
@@ -214,6 +226,7 @@ def _validate(config: ClusterConfig) -> None:
                 raise ConfigError(f"{name}.{key} must be at least 1, got {getattr(section, key)}")
         if section.ttft_target_s < 0:
             raise ConfigError(f"{name}.ttft_target_s must not be negative, got {section.ttft_target_s:g}")
+        _validate_autoscale(name, section)
         if section.cpus is not None:
             try:
                 parse_sets(section.cpus)
@@ -233,3 +246,21 @@ def _validate(config: ClusterConfig) -> None:
             raise ConfigError(f"router.{key} must be between 0 (a free one) and 65535, got {port}")
     if config.kv.memory_fraction is not None and not 0 < config.kv.memory_fraction < 1:
         raise ConfigError(f"kv.memory_fraction must be between 0 and 1, got {config.kv.memory_fraction}")
+
+
+def _validate_autoscale(name: str, section: EngineSection) -> None:
+    autoscale, num_ranks = section.autoscale, section.data_parallel * section.tensor_parallel
+    if not 0 <= autoscale.low < autoscale.high <= 1:
+        raise ConfigError(
+            f"{name}.autoscale: low and high must be shares between 0 and 1, low below high, got "
+            f"{autoscale.low:g} and {autoscale.high:g}"
+        )
+    if autoscale.hold_s <= 0:
+        raise ConfigError(f"{name}.autoscale.hold_s must be above 0, got {autoscale.hold_s:g}")
+    if autoscale.min_ranks is not None and not 1 <= autoscale.min_ranks <= num_ranks:
+        raise ConfigError(f"{name}.autoscale.min_ranks must be between 1 and {num_ranks}, got {autoscale.min_ranks}")
+    if autoscale.enabled and not section.elastic:
+        raise ConfigError(
+            f"{name}.autoscale needs ranks that come and go: set {name}.data_parallel above 1 and {name}.dispatcher = "
+            '"nixl"'
+        )

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from pd_cluster.config import ClusterConfig, LaunchSection
+from pd_cluster.clock import SystemClock
+from pd_cluster.config import ClusterConfig, EngineSection, LaunchSection
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import EngineId
+from pd_cluster.launch.autoscale import Autoscaler
 from pd_cluster.launch.group_life import GroupLife
 from pd_cluster.launch.launcher import Launcher, create_launcher
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp, State
@@ -63,6 +65,7 @@ class Cluster:
         self._exits = contextlib.AsyncExitStack()
         self._supervisor: Supervisor | None = None
         self._leaving: dict[EngineId, asyncio.Task[None]] = {}
+        self._autoscaling: asyncio.Task[None] | None = None
 
     @property
     def supervisor(self) -> Supervisor:
@@ -160,8 +163,13 @@ class Cluster:
         finally:
             del self._leaving[engine_id]
 
+    def _section(self, role: str) -> EngineSection:
+        return self.config.prefill if role == "prefill" else self.config.decode
+
     async def _stop_leaving(self) -> None:
         tasks = list(self._leaving.values())
+        if self._autoscaling is not None:
+            tasks.append(self._autoscaling)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -174,6 +182,10 @@ class Cluster:
         launcher = await _created(self.config.launch)
         self._supervisor = Supervisor(self.config, launcher, on_event=self._tell_router, on_progress=self._on_progress)
         await self._supervisor.start()
+        autoscaler = Autoscaler(
+            self._supervisor, self.router.directory, lambda role: self._section(role).autoscale, SystemClock()
+        )
+        self._autoscaling = asyncio.create_task(autoscaler.run(), name="autoscale")
         num_workers = sum(engine.shape.data_parallel for engine in self._supervisor.engines.values())
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT_S):

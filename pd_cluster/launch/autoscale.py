@@ -1,0 +1,141 @@
+"""How many DP ranks an elastic engine shall have for the load that it has: a pure policy, and the task that follows it.
+
+The engine grows when its DP ranks have been fuller than `high` for a while, or requests have waited for room that long,
+and shrinks when they have been emptier than `low` and fewer would still be well below `high`. Either way it goes at
+once to the number that leaves them in the middle of the two.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from pd_cluster.clock import Clock
+from pd_cluster.config import AutoscaleSection
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.ids import EngineId
+from pd_cluster.launch.group_life import GroupLife
+from pd_cluster.launch.lifecycle import State
+from pd_cluster.launch.supervisor import Supervisor
+from pd_cluster.log import get_log
+from router.directory import Directory, Worker
+
+log = get_log(__name__)
+
+LOOK_S = 1.0
+REFUSED_FACTOR = 10
+"""After a refusal nothing is tried for so many times `hold_s`: what did not fit will not fit soon."""
+
+
+class RankLoad(Struct, frozen=True):
+    """Of one DP rank: the share of its sequences or KV blocks that is taken, whichever is larger, and who waits."""
+
+    usage: float
+    num_waiting: int = 0
+
+
+class Policy:
+    """For one engine of `max_members` DP ranks. Time is an argument."""
+
+    def __init__(self, section: AutoscaleSection, max_members: int, tensor_parallel: int) -> None:
+        self._section = section
+        self._max = max_members
+        self._min = min(max_members, math.ceil((section.min_ranks or 1) / tensor_parallel))
+        self._since_s: float | None = None  # when the load became what it is
+        self._was = 0  # 1: high, -1: low
+        self._not_before_s = -math.inf
+
+    def decide(self, loads: Sequence[RankLoad], now_s: float) -> int | None:
+        """The loads of the DP ranks that serve; how many shall, when that is another number."""
+        num_members = len(loads)
+        if not num_members:
+            return None
+        usage = sum(load.usage for load in loads) / num_members
+        waits = any(load.num_waiting for load in loads)
+        middle = (self._section.low + self._section.high) / 2
+        wanted = max(self._min, min(self._max, math.ceil(num_members * usage / middle)))
+        is_now = 0
+        if usage > self._section.high or waits:
+            wanted = min(self._max, max(wanted, num_members + 1))
+            is_now = int(wanted > num_members)
+        elif usage < self._section.low:
+            is_now = -int(wanted < num_members)
+        if is_now != self._was or not is_now:
+            self._was, self._since_s = is_now, now_s
+        assert self._since_s is not None
+        if not is_now or now_s - self._since_s < self._section.hold_s or now_s < self._not_before_s:
+            return None
+        self.forget()
+        return wanted
+
+    def forget(self) -> None:
+        """The engine changes: what its load was says nothing about what it will be."""
+        self._was, self._since_s = 0, None
+
+    def refused(self, now_s: float) -> None:
+        """The change that was decided last could not be made."""
+        self.forget()
+        self._not_before_s = now_s + REFUSED_FACTOR * self._section.hold_s
+
+
+class Autoscaler:
+    """Follows the policy for every elastic engine whose section asks for it, until `run` is cancelled."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        directory: Directory,
+        section_of: Callable[[str], AutoscaleSection],
+        clock: Clock,
+    ) -> None:
+        self._supervisor = supervisor
+        self._directory = directory
+        self._section_of = section_of
+        self._clock = clock
+        self._policies: dict[EngineId, Policy] = {}
+        self._changing: dict[EngineId, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in self._changing.values():
+                task.cancel()
+            await asyncio.gather(*self._changing.values(), return_exceptions=True)
+
+    def look(self) -> None:
+        """Decide about every engine once, and begin what was decided."""
+        for engine_id, engine in self._supervisor.engines.items():
+            section, life = self._section_of(engine.shape.role), engine.life
+            if not section.enabled or not isinstance(life, GroupLife) or engine_id in self._changing:
+                continue
+            shape = engine.shape
+            policy = self._policies.setdefault(engine_id, Policy(section, shape.data_parallel, shape.tensor_parallel))
+            if life.state is not State.READY or not life.settled:
+                policy.forget()
+                continue
+            workers = [worker for worker in self._directory.workers if worker.info.engine_id == engine_id]
+            loads = [load_of(worker) for worker in workers if worker.is_ready]
+            wanted = policy.decide(loads, self._clock.now_s()) if len(loads) == life.num_wanted else None
+            if wanted is not None:
+                log.info("autoscale", engine=engine_id, members=len(loads), wanted=wanted)
+                self._changing[engine_id] = asyncio.create_task(self._change(engine_id, wanted, policy))
+
+    async def _change(self, engine_id: EngineId, wanted: int, policy: Policy) -> None:
+        try:
+            await self._supervisor.resize(engine_id, wanted)
+        except InvalidRequest as error:
+            log.warning("autoscale_refused", engine=engine_id, wanted=wanted, reason=error.message)
+            policy.refused(self._clock.now_s())
+        finally:
+            del self._changing[engine_id]
+
+
+def load_of(worker: Worker) -> RankLoad:
+    """As the router knows it."""
+    info, load = worker.info, worker.load
+    blocks = 1 - load.num_free_blocks / info.num_blocks if info.num_blocks else 0.0
+    return RankLoad(max(load.num_running / info.max_num_seqs, blocks), load.num_waiting + load.num_pending_reservations)
