@@ -1,6 +1,7 @@
 """`pd-cluster config`: what a file, --set and flags add up to, as a file that says the same."""
 
 import sys
+from typing import Any
 
 import msgspec
 
@@ -20,12 +21,17 @@ def config(
 
 def to_toml(config: ClusterConfig) -> str:
     """A cluster file that loads as `config`; keys without a value stand as comments."""
-    builtins = msgspec.to_builtins(config)
-    tables = {key: value for key, value in builtins.items() if isinstance(value, dict)}
-    lines = [_line(key, value) for key, value in builtins.items() if key not in tables]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(_line(key, value) for key, value in table.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_table("", msgspec.to_builtins(config))) + "\n"
+
+
+def _table(name: str, table: dict[str, Any]) -> list[str]:
+    """Its own keys, then the tables in it, each under its dotted name."""
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines = ["", f"[{name}]"] if name else []
+    lines += [_line(key, value) for key, value in table.items() if key not in inner]
+    for key, value in inner.items():
+        lines += _table(f"{name}.{key}" if name else key, value)
+    return lines
 
 
 def _line(key: str, value: object) -> str:
