@@ -7,7 +7,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from pd_cluster.ids import EngineId, Rank
+from pd_cluster.ids import EngineId, Rank, worker_id
 from pd_cluster.launch.lifecycle import EngineEvent, EngineFailed, EngineLost, EngineUp
 from pd_cluster.launch.spec import RankProgress
 
@@ -58,6 +58,10 @@ class StartDisplay:
 
     def on_event(self, event: EngineEvent) -> None:
         match event:
+            case EngineUp(dp_rank=int(dp_rank)):
+                self._console.print(f"{worker_id(event.engine_id, dp_rank)} is up")
+            case EngineLost(expected=False, dp_rank=int(dp_rank)):
+                self._console.print(f"{worker_id(event.engine_id, dp_rank)} failed")
             case EngineUp():
                 num_workers = len(event.addresses)
                 self._console.print(f"{event.engine_id} is up: {num_workers} worker{'s' if num_workers > 1 else ''}")

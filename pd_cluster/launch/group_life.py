@@ -447,7 +447,7 @@ class GroupLife:
         for member in members:
             member.to(Stage.UP, now_s)
             self._heartbeats.expect(member.ranks, now_s)
-        return [EngineUp(self.engine_id, self._life(member), [member.address]) for member in members]
+        return [EngineUp(self.engine_id, self._life(member), [member.address], member.dp_rank) for member in members]
 
     def _lose(self, member: Member, reason: str, now_s: float) -> list[GroupAction]:
         """A member is dead, or taken for dead: the others go on without it at once."""
@@ -473,7 +473,7 @@ class GroupLife:
 
     def _off(self, member: Member, reason: str, now_s: float, expected: bool = False) -> list[GroupAction]:
         """Take a member off the roster."""
-        lost = EngineLost(self.engine_id, self._life(member), [member.address], reason, expected)
+        lost = EngineLost(self.engine_id, self._life(member), [member.address], reason, expected, member.dp_rank)
         member.to(Stage.ENDING, now_s)
         self._heartbeats.forget(member.ranks)
         return [lost]

@@ -65,21 +65,23 @@ class Kill(Struct, frozen=True):
 
 
 class EngineUp(Struct, frozen=True):
-    """All ranks serve; `addresses` are of the workers, by DP rank."""
+    """All ranks serve; `addresses` are of the workers, by DP rank. With `dp_rank`: of that one, in life `epoch`."""
 
     engine_id: EngineId
     epoch: EngineEpoch
     addresses: list[str]
+    dp_rank: int | None = None
 
 
 class EngineLost(Struct, frozen=True):
-    """The engine serves no more. Some of its processes may still run."""
+    """The engine, or only that DP rank of it, serves no more. Some of its processes may still run."""
 
     engine_id: EngineId
     epoch: EngineEpoch
     addresses: list[str]
     reason: str
     expected: bool = False  # it was told to end
+    dp_rank: int | None = None
 
 
 class EngineDead(Struct, frozen=True):

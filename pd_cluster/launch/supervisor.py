@@ -335,13 +335,17 @@ def _log_roster(engine_id: EngineId, roster: Roster) -> None:
     log.info("roster", engine=engine_id, generation=roster.generation, members=members, leaving=leaving)
 
 
+def _name(event: EngineUp | EngineLost) -> str:
+    return event.engine_id if event.dp_rank is None else worker_id(event.engine_id, event.dp_rank)
+
+
 def _log(event: EngineEvent) -> None:
     match event:
         case EngineUp():
-            log.info("engine_up", engine=event.engine_id, epoch=event.epoch, addresses=event.addresses)
+            log.info("engine_up", engine=_name(event), epoch=event.epoch, addresses=event.addresses)
         case EngineLost():
             tell = log.info if event.expected else log.warning
-            tell("engine_lost", engine=event.engine_id, epoch=event.epoch, reason=event.reason.partition("\n")[0])
+            tell("engine_lost", engine=_name(event), epoch=event.epoch, reason=event.reason.partition("\n")[0])
         case EngineDead():
             log.info("engine_dead", engine=event.engine_id, epoch=event.epoch)
         case EngineFailed():

@@ -159,7 +159,7 @@ async def test_every_member_starts_with_a_life_of_its_own_and_the_first_roster()
         assert len({*lives, decode[0].epoch}) == 4
         assert running.roster(0) == Roster(generation=0, tensor_parallel=2, lives=tuple(lives))
         assert running.of(EngineUp) == [
-            EngineUp(DECODE, life, [f"decode-0/{dp_rank}@{life}"]) for dp_rank, life in enumerate(lives)
+            EngineUp(DECODE, life, [f"decode-0/{dp_rank}@{life}"], dp_rank) for dp_rank, life in enumerate(lives)
         ]
         assert len(running.launcher.starts) == 1
         prefill = running.launcher.ranks[0].spec

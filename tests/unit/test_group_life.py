@@ -74,7 +74,7 @@ def test_all_members_start_with_lives_of_their_own_and_are_up_when_all_have_repo
     for rank in (0, 1, 2):
         assert life.reported(report(life, rank), 1.0) == []
     assert life.missing == [3]
-    assert life.reported(report(life, 3), 2.0) == [EngineUp(ID, E(2), ["h:0"]), EngineUp(ID, E(3), ["h:2"])]
+    assert life.reported(report(life, 3), 2.0) == [EngineUp(ID, E(2), ["h:0"], 0), EngineUp(ID, E(3), ["h:2"], 1)]
     assert life.addresses == ["h:0", "h:2"]
     assert life.settled
 
@@ -83,14 +83,14 @@ def test_a_dead_member_is_off_the_roster_at_once_and_dead_when_all_its_ranks_are
     life = ready(group(2, tp=2))
     assert life.exited(Rank(2), "rank 2 died", 5.0) == [
         roster(1, 2, None, tp=2),
-        EngineLost(ID, E(3), ["h:2"], "rank 2 died"),
+        EngineLost(ID, E(3), ["h:2"], "rank 2 died", False, 1),
         KillMembers(E(1), {1: E(3)}),
     ]
     assert life.exited(Rank(3), None, 5.1) == [EngineDead(ID, E(3), frozenset({Rank(2)}))]
     assert life.tick(5.2) == [StartMembers(E(1), {1: E(4)})]
     assert life.missing == [2, 3]
     assert life.reported(report(life, 2), 6.0) == []
-    assert life.reported(report(life, 3), 7.0) == [roster(2, 2, 4, tp=2), EngineUp(ID, E(4), ["h:2"])]
+    assert life.reported(report(life, 3), 7.0) == [roster(2, 2, 4, tp=2), EngineUp(ID, E(4), ["h:2"], 1)]
 
 
 def test_ranks_seen_dead_together_all_count_as_first() -> None:
@@ -158,7 +158,7 @@ def test_an_engine_ends_when_its_last_member_dies_and_starts_anew() -> None:
     life = ready(group(2))
     life.exited(Rank(0), "first", 5.0)
     assert life.exited(Rank(1), "second", 5.0) == [
-        EngineLost(ID, E(3), ["h:1"], "second"),
+        EngineLost(ID, E(3), ["h:1"], "second", False, 1),
         EngineDead(ID, E(3), frozenset({Rank(1)})),
     ]
     assert life.state is State.BACKOFF
@@ -178,7 +178,7 @@ def test_a_whole_engine_does_not_start_before_all_of_its_last_life_is_dead() -> 
 
 def test_survivors_that_cannot_go_on_end_the_engine_and_their_reason_is_kept() -> None:
     life = ready(group(2, max_restarts=0))
-    lost = [EngineLost(ID, E(2 + dp), [f"h:{dp}"], "decode-0: raise expert_slots_per_rank") for dp in (0, 1)]
+    lost = [EngineLost(ID, E(2 + dp), [f"h:{dp}"], "decode-0: raise expert_slots_per_rank", False, dp) for dp in (0, 1)]
     assert life.ended("raise expert_slots_per_rank", 5.0) == [*lost, KillMembers(E(1), {0: E(2), 1: E(3)})]
     life.exited(Rank(0), None, 5.1)
     assert life.exited(Rank(1), None, 5.1)[-1] == EngineFailed(ID, "decode-0: raise expert_slots_per_rank")
@@ -214,8 +214,8 @@ def test_a_shrink_marks_members_and_ends_them_once_the_group_can_do_without_them
     assert life.released(0, None, 1.5) == [], "that was said of another roster"
     assert life.released(1, None, 2.0) == [
         roster(2, 2, 3, None, None),
-        EngineLost(ID, E(4), ["h:2"], "its engine shrinks", expected=True),
-        EngineLost(ID, E(5), ["h:3"], "its engine shrinks", expected=True),
+        EngineLost(ID, E(4), ["h:2"], "its engine shrinks", True, 2),
+        EngineLost(ID, E(5), ["h:3"], "its engine shrinks", True, 3),
         TerminateMembers(E(1), {2: E(4), 3: E(5)}),
     ]
     assert life.exited(Rank(2), "exited", 2.1) == [EngineDead(ID, E(4))]
@@ -235,8 +235,8 @@ def test_a_grown_engine_has_its_members_back_in_new_lives() -> None:
     life.tick(1.0)
     life.resize(3)
     assert life.tick(2.0) == [StartMembers(E(1), {1: E(5), 2: E(6)})]
-    assert life.reported(report(life, 2), 3.0) == [roster(3, 2, None, 6), EngineUp(ID, E(6), ["h:2"])]
-    assert life.reported(report(life, 1), 4.0) == [roster(4, 2, 5, 6), EngineUp(ID, E(5), ["h:1"])]
+    assert life.reported(report(life, 2), 3.0) == [roster(3, 2, None, 6), EngineUp(ID, E(6), ["h:2"], 2)]
+    assert life.reported(report(life, 1), 4.0) == [roster(4, 2, 5, 6), EngineUp(ID, E(5), ["h:1"], 1)]
     assert life.settled
 
 
@@ -308,7 +308,7 @@ def test_stop_asks_every_rank_and_kills_those_that_take_too_long() -> None:
     life = ready(group(2))
     life.exited(Rank(1), "died", 1.0)
     assert life.stop(1.0) == [
-        EngineLost(ID, E(2), ["h:0"], "the cluster stops", expected=True),
+        EngineLost(ID, E(2), ["h:0"], "the cluster stops", True, 0),
         TerminateMembers(E(1), {0: E(2)}),
     ]
     assert life.tick(1.0 + GRACE_S) == [KillMembers(E(1), {0: E(2)})]

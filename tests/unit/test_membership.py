@@ -142,3 +142,18 @@ async def test_an_error_that_nobody_foresaw_ends_the_following() -> None:
     following, _ = follower(ask)
     with pytest.raises(ValueError, match="a bug"):
         await following.run()
+
+
+def test_a_dp_rank_that_lives_on_its_own_comes_and_goes_alone_even_at_the_same_address() -> None:
+    members, (follow, router) = Members(), follower()
+    for life, address, dp_rank in (("a0", "h:1", 0), ("a1", "h:2", 1)):
+        members.note(EngineUp(DECODE, EngineEpoch(life), [address], dp_rank))
+    follow.apply(members.current())
+    router.take()
+    members.note(EngineLost(DECODE, EngineEpoch("a1"), ["h:2"], "killed", False, 1))
+    follow.apply(members.current())
+    assert router.take() == [("remove", "h:2"), ("add", "h:1")]
+    members.note(EngineDead(DECODE, EngineEpoch("a1")))
+    members.note(EngineUp(DECODE, EngineEpoch("b1"), ["h:2"], 1))
+    follow.apply(members.current())
+    assert router.take() == [("dead", ("a1", frozenset())), ("add", "h:1"), ("add", "h:2")]
