@@ -81,17 +81,26 @@ def curve(name: str, x_label: str, cost_label: str, x: Sequence[int], cost: list
     return Curve(name=name, x_label=x_label, cost_label=cost_label, x=list(x), work=work, cost=cost, growth=judged)
 
 
-def run(model: LoadedModel, *, names: Sequence[str] = NAMES, sizes: Sizes | None = None) -> list[Curve]:
-    """Measure the curves of these names, in bfloat16 on this thread. Raises ConfigError for an unknown name."""
+def run(
+    model: LoadedModel,
+    *,
+    names: Sequence[str] = NAMES,
+    sizes: Sizes | None = None,
+    say: Callable[[str], None] = lambda name: None,
+) -> list[Curve]:
+    """Measure the curves of these names, in bfloat16 on this thread; `say` hears each name before. Raises ConfigError
+    for an unknown one."""
     for name in names:
         if name not in NAMES:
             raise ConfigError(f"there is no curve {name}; there are {', '.join(NAMES)}")
     sizes = sizes or Sizes()
-    curves = _engine_curves(model, names, sizes) if any(not name.startswith("router") for name in names) else []
+    curves = _engine_curves(model, names, sizes, say) if any(not name.startswith("router") for name in names) else []
     if "router_vs_streams" in names:
+        say("router_vs_streams")
         costs = asyncio.run(_router_vs_streams(sizes))
         curves.append(_by_x("router_vs_streams", "streams", "router CPU, ms a token of each", sizes.streams, costs))
     if "router_vs_workers" in names:
+        say("router_vs_workers")
         costs = [asyncio.run(_router_of_workers(count, sizes)) for count in sizes.workers]
         label = f"router CPU, ms a token of {sizes.worker_streams} streams"
         curves.append(_by_x("router_vs_workers", "workers", label, sizes.workers, costs))
@@ -110,7 +119,7 @@ def prefill_work(config: ModelConfig, num_tokens: int) -> float:
     return products + work.attention_flops * num_tokens**2 / 2
 
 
-def _engine_curves(model: LoadedModel, names: Sequence[str], sizes: Sizes) -> list[Curve]:
+def _engine_curves(model: LoadedModel, names: Sequence[str], sizes: Sizes, say: Callable[[str], None]) -> list[Curve]:
     torch.manual_seed(0)
     longest = model.config.max_position_embeddings
     contexts = [context for context in sizes.contexts if context + sizes.num_steps + 2 <= longest]
@@ -132,14 +141,17 @@ def _engine_curves(model: LoadedModel, names: Sequence[str], sizes: Sizes) -> li
 
     curves = []
     if "step_vs_batch" in names:
+        say("step_vs_batch")
         costs = _measured([partial(decode, batch, sizes.batch_context) for batch in sizes.batches], sizes.rounds)
         label = f"decode step at {sizes.batch_context} tokens of KV, ms"
         curves.append(_by_x("step_vs_batch", "sequences", label, sizes.batches, costs))
     if "step_vs_context" in names:
+        say("step_vs_context")
         costs = _measured([partial(decode, sizes.context_batch, context) for context in contexts], sizes.rounds)
         label = f"decode step of {sizes.context_batch} sequences, ms"
         curves.append(_by_x("step_vs_context", "tokens of KV of each", label, contexts, costs))
     if "prefill_vs_length" in names:
+        say("prefill_vs_length")
         costs = _measured([partial(steps.prefill, length) for length in lengths], sizes.rounds)
         work = [prefill_work(model.config, length) for length in lengths]
         curves.append(curve("prefill_vs_length", "prompt tokens", "prefill, ms", lengths, costs, work))

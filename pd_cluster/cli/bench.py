@@ -31,22 +31,45 @@ def transfer(
 @app.command()
 @edge.guard
 def streams(
-    url: Annotated[
-        str | None, typer.Option(help="A running server, ours or another's; by default one is started.")
-    ] = None,
+    url: Annotated[str | None, typer.Option(help="A running server; by default one is started.")] = None,
     pid: Annotated[int | None, typer.Option(help="The process of that server to account.")] = None,
     model: Annotated[str, typer.Option(help="The model's name there.")] = "demo",
+    peer_url: Annotated[str | None, typer.Option(help="Another server to measure in turn with it.")] = None,
+    peer_pid: Annotated[int | None, typer.Option(help="The process of its front end.")] = None,
+    peer_model: Annotated[str | None, typer.Option(help="The model's name there; default: the same.")] = None,
     num: Annotated[list[int] | None, typer.Option(help="Streams at once; may be repeated.", min=1)] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=1)] = 64,
+    repeats: Annotated[int, typer.Option(help="Loads of each; medians are shown.", min=1)] = 3,
     json: options.AsJson = False,
 ) -> None:
-    """CPU time of the HTTP server's process for each streamed token."""
-    from pd_cluster.bench.streams import run
+    """CPU time of the front end for each streamed token, the workers' share of it, and a peer's beside it."""
+    from pd_cluster.bench.serve_process import rank_pids
+    from pd_cluster.bench.streams import Process, run
 
-    for name, result in run(
-        url=url, pid=pid, model=model, streams=tuple(num or (32, 128, 512)), num_tokens=tokens
-    ).items():
+    if (url is None) != (pid is None) or (peer_url is None) != (peer_pid is None):
+        raise ConfigError("a running server needs both its address and the id of its process")
+    ours = peer = None
+    if url is not None and pid is not None:
+        ours = Process(url, pid, model, tuple(rank_pids(pid)))
+    if peer_url is not None and peer_pid is not None:
+        peer = Process(peer_url, peer_pid, peer_model or model)
+    counts = tuple(num or (32, 128, 512))
+    for name, result in run(ours, peer, streams=counts, num_tokens=tokens, repeats=repeats).items():
         _print({"load": name} | result, json)
+
+
+@app.command()
+@edge.guard
+def second_token(
+    model: Annotated[str, typer.Option(help="A directory, a .gguf file or a hub id.")] = "demo",
+    tokens: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 1500,
+    rounds: Annotated[int, typer.Option(help="Prompts to each, in turn.", min=1)] = 20,
+    json: options.AsJson = False,
+) -> None:
+    """What the handoff adds to the second token: a split engine next to a colocated one."""
+    from pd_cluster.bench.second_token import run
+
+    _print(run(model, num_tokens=tokens, rounds=rounds), json)
 
 
 @app.command()
@@ -168,7 +191,12 @@ def curves(
     from pd_cluster.model.source import open_model
 
     torch.set_num_threads(1)
-    measured = run(open_model(model), names=only or NAMES, sizes=QUICK if quick else None)
+    measured = run(
+        open_model(model),
+        names=only or NAMES,
+        sizes=QUICK if quick else None,
+        say=lambda name: typer.echo(f"measuring {name}", err=True),
+    )
     files = write(measured, out)
     if json:
         sys.stdout.buffer.write(files[0].read_bytes() + b"\n")

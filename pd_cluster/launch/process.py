@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -66,10 +67,12 @@ class ProcessHandle:
 
 
 class ProcessLauncher:
-    """`command` is what a rank runs; it takes a RankSpec as a line of JSON on stdin."""
+    """`command` is what a rank runs; it takes a RankSpec as a line of JSON on stdin. `gpus` says what there is to deal
+    out."""
 
-    def __init__(self, command: list[str] | None = None) -> None:
+    def __init__(self, command: list[str] | None = None, gpus: Callable[[], list[str]] | None = None) -> None:
         self._command = command or [sys.executable, "-m", "pd_cluster.launch.rank"]
+        self._gpus = gpus or _usable_gpus
         self._handles: list[ProcessHandle] = []
         self._keep_logs = env.log_dir() is not None
         self.logs = env.log_dir() or Path(tempfile.mkdtemp(prefix="pd-cluster-"))
@@ -80,7 +83,7 @@ class ProcessLauncher:
         return "127.0.0.1"
 
     def start(self, specs: list[RankSpec]) -> list[RankHandle]:
-        gpus = visible_gpus()
+        gpus = self._gpus()
         held = [GpuHolder(h.spec.engine_id, "auto", h.gpu) for h in self._handles if h.gpu and h.poll() is None]
         dealt = deal_gpus([GpuHolder(spec.engine_id, spec.section.device) for spec in specs], held, gpus)
         started: list[ProcessHandle] = []
@@ -125,3 +128,14 @@ class ProcessLauncher:
         self._handles.clear()
         if not self._keep_logs:
             shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def _usable_gpus() -> list[str]:
+    """Of no use to a torch that was built without CUDA."""
+    gpus = visible_gpus()
+    if gpus:
+        import torch
+
+        if torch.version.cuda is None:
+            return []
+    return gpus

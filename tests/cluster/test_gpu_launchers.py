@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import ray
+import torch
 
 from pd_cluster.config import load_config
+from pd_cluster.devices import visible_gpus
 from pd_cluster.env import RAY_VARIABLES
 from pd_cluster.errors import ConfigError
 from pd_cluster.ids import EngineEpoch
@@ -59,7 +61,7 @@ def said(handles: list[RankHandle]) -> list[str]:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> "Callable[[str], ProcessLauncher]":
     def make(visible: str) -> ProcessLauncher:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        return ProcessLauncher([sys.executable, "-c", RANK])
+        return ProcessLauncher([sys.executable, "-c", RANK], visible_gpus)
 
     return make
 
@@ -83,6 +85,16 @@ def test_ranks_on_the_cpu_see_no_gpu_and_pools_may_share_one(launcher: Callable[
     processes = launcher("7")
     try:
         assert said(processes.start(specs("prefill.device=cpu"))) == [" 2", "7 2"]
+    finally:
+        processes.close()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch can use GPUs")
+def test_gpus_that_this_torch_cannot_use_are_not_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    processes = ProcessLauncher([sys.executable, "-c", RANK])
+    try:
+        assert said(processes.start(specs("decode.data_parallel=2"))) == ["3 1"] * 3
     finally:
         processes.close()
 
