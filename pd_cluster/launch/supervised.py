@@ -25,7 +25,9 @@ Ending = Terminate | Kill | TerminateMembers | KillMembers
 
 
 class Seen(Struct, frozen=True, kw_only=True):
-    """What one look at an engine's ranks found."""
+    """What one look at an engine's ranks found; `looked_s`: when. What it found may be taken a good while later."""
+
+    looked_s: float
 
     reports: list[RankReport]
     progress: dict[Rank, RankProgress]
@@ -93,7 +95,7 @@ class Engine:
 
     # ---- what a look finds
 
-    def look(self, store: StoreServer) -> Seen:
+    def look(self, store: StoreServer, now_s: float) -> Seen:
         """Blocking. Exits come first, so that whatever a dead rank reported is seen with its death."""
         exits: dict[Rank, str | None] = {}
         for rank, handle in list(self.handles.items()):
@@ -105,8 +107,9 @@ class Engine:
         reports = [report for rank, epoch in awaited.items() if (report := store.report(epoch, rank)) is not None]
         progress = {rank: done for rank, epoch in awaited.items() if (done := store.progress(epoch, rank)) is not None}
         if not isinstance(life, GroupLife) or life.state is not State.READY or life.epoch is None:
-            return Seen(reports=reports, progress=progress, exits=exits)
+            return Seen(looked_s=now_s, reports=reports, progress=progress, exits=exits)
         return Seen(
+            looked_s=now_s,
             reports=reports,
             progress=progress,
             exits=exits,
@@ -129,7 +132,7 @@ class Engine:
                 self._asked.pop(epoch, None)
             actions += life.exited(rank, reason, now_s)
         if isinstance(life, GroupLife):
-            actions += life.beats(seen.beats, now_s)
+            actions += life.beats(seen.beats, seen.looked_s)  # by now they may all have beaten again
             if seen.release is not None:
                 actions += life.released(seen.release.generation, seen.release.refused, now_s)
         return actions

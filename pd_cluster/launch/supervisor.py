@@ -242,7 +242,7 @@ class Supervisor:
                 if engine.retired and engine.life.state is State.STOPPED:
                     del self.engines[engine_id]
             living = [engine for engine in self.engines.values() if engine.handles]
-            for engine, seen in await self._on_thread(functools.partial(_look_at_all, living, store)):
+            for engine, seen in await self._on_thread(functools.partial(self._look_at_all, living, store)):
                 self._tell_progress(engine, seen)
                 await self._do_all(engine, engine.take(seen, self._clock.now_s()), store)
             self._looked.set()
@@ -316,12 +316,11 @@ class Supervisor:
                     if self._on_event is not None:
                         await self._on_event(action)
 
+    def _look_at_all(self, engines: list[Engine], store: StoreServer) -> list[tuple[Engine, Seen]]:
+        return [(engine, engine.look(store, self._clock.now_s())) for engine in engines]
+
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-
-def _look_at_all(engines: list[Engine], store: StoreServer) -> list[tuple[Engine, Seen]]:
-    return [(engine, engine.look(store)) for engine in engines]
 
 
 async def _beat(store: StoreServer) -> None:

@@ -12,10 +12,13 @@ import pytest
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import EngineId, Rank
+from pd_cluster.launch.heartbeats import STILL_S
 from pd_cluster.launch.launcher import RankHandle
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp
+from pd_cluster.launch.roles import engine_shape
 from pd_cluster.launch.spec import Beat, RankReport, RankSpec, Release
 from pd_cluster.launch.store import RankStore
+from pd_cluster.launch.supervised import Engine, Seen
 from pd_cluster.launch.supervisor import Supervisor
 from pd_cluster.parallel.roster import Roster
 
@@ -235,6 +238,23 @@ async def test_a_start_that_takes_long_keeps_nobody_from_noticing_a_death() -> N
         running.launcher.gate.set()
         await running.until(lambda: running.generation == 4)
         assert running.roster(4).members == [0, 1, 2]
+
+
+def test_what_is_taken_late_is_judged_by_the_time_of_the_look() -> None:
+    made = config()
+    engine = Engine(engine_shape("decode", 0, made), made)
+    engine.life.tick(0.0)
+    for rank in engine.life.missing:
+        engine.life.reported(RankReport(rank=rank, pid=1, control_address="h:1"), 0.0)
+
+    def seen(looked_s: float, *counts: int) -> Seen:
+        beats = {Rank(rank): Beat(count) for rank, count in enumerate(counts)}
+        return Seen(looked_s=looked_s, reports=[], progress={}, exits={}, beats=beats)
+
+    assert engine.take(seen(1.0, 1, 1, 1), 1.0) == []
+    assert engine.take(seen(1.1, 2, 1, 2), 1.1 + 5 * STILL_S) == [], "this process was held up, not rank 1"
+    assert engine.take(seen(20.0, 3, 2, 3), 20.0) == []
+    assert len(engine.take(seen(20.0 + STILL_S, 4, 2, 4), 30.0)) > 0
 
 
 async def test_a_launcher_without_room_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
