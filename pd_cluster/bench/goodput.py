@@ -18,8 +18,12 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from pd_cluster.bench.serve_process import paused
 from pd_cluster.bench.servers import Server, random_prompt
 from pd_cluster.errors import ConfigError
+
+SETTLE_S = 3.0
+"""Before a window: for whatever the servers were doing to end."""
 
 PATIENCE_S = 60.0
 """For what a window left: requests that take longer count as failed."""
@@ -186,14 +190,16 @@ def run(
     outputs: tuple[int, int] = (32, 96),
     bounds: Bounds | None = None,
     seed: int = 0,
+    pids: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     """For each rate the summary of each server over all rounds, and the first server's p99 gap and goodput as
-    ratios to the others'.
+    ratios to the others'. `pids`: processes of each server, which are paused while another is measured.
     """
     bounds = bounds or Bounds()
     results: dict[str, Any] = {"bounds": msgspec.to_builtins(bounds), "seed": seed, "window_s": window_s, "rates": []}
     for server in servers:  # code paths and pages
-        asyncio.run(window(server, [Asked(0.0, inputs[0], outputs[0])] * 2, random.Random()))
+        with paused(_of_others(servers, server, pids)):
+            asyncio.run(window(server, [Asked(0.0, inputs[0], outputs[0])] * 2, random.Random()))
     for rate in rates:
         rng = random.Random(f"{seed} {rate}")
         served: list[list[Served]] = [[] for _ in servers]
@@ -201,7 +207,9 @@ def run(
             requests = poisson(rate, window_s, rng, inputs, outputs)
             prompts = random.randrange(1 << 30)
             for server, kept in zip(servers, served, strict=True):
-                kept.extend(asyncio.run(window(server, requests, random.Random(prompts))))
+                with paused(_of_others(servers, server, pids)):
+                    time.sleep(SETTLE_S)
+                    kept.extend(asyncio.run(window(server, requests, random.Random(prompts))))
         summaries = [summary(kept, bounds, window_s * rounds) for kept in served]
         results["rates"].append(
             {
@@ -216,6 +224,10 @@ def run(
             }
         )
     return results
+
+
+def _of_others(servers: Sequence[Server], server: Server, pids: Sequence[Sequence[int]]) -> list[int]:
+    return [pid for other, own in zip(servers, pids, strict=False) if other is not server for pid in own]
 
 
 def compare(first: dict[str, Any], other: dict[str, Any]) -> dict[str, float | None]:

@@ -1,31 +1,41 @@
-"""What a streamed token costs an HTTP server's process: CPU time from the engine's output to the client's socket.
+"""What a streamed token costs from the engine's output to the client's socket: CPU time of the front end's process, and
+of all that engines' ranks do beside computing.
 
-Opens streams of /v1/completions over plain sockets, so that the client costs little, and reads the server's CPU time
-from /proc before and after. Without an address it serves the bundled model, colocated, in a process of its own; the
-engine's ranks are other processes and do not count.
+Opens streams of /v1/completions over plain sockets, so that the client costs little, and reads CPU times from /proc
+before and after. Without an address it serves the bundled model, colocated, in processes of its own. Next to a peer,
+loads alternate; of the peer its API server's process counts alone.
 """
 
 import asyncio
 import json
 import os
-import re
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from pd_cluster.bench.serve_process import ServeProcess, rank_pids
 from pd_cluster.errors import Unavailable
 
-START_TIMEOUT_S = 120.0
+DEMO = ["--colocated", "--set", "decode.max_num_seqs=1024", "--dtype", "float32", "--max-model-len", "1024"]
+"""`serve` of the bundled model, with room for many streams."""
+
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
     """CPU time of a process and its threads so far, seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return _cpu_s(Path(f"/proc/{pid}/stat"))
+
+
+def thread_cpu_s(pid: int) -> dict[int, float]:
+    """CPU time of each thread of a process so far, seconds."""
+    return {int(task.name): _cpu_s(task / "stat") for task in Path(f"/proc/{pid}/task").iterdir()}
+
+
+def _cpu_s(stat: Path) -> float:
+    fields = stat.read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
@@ -64,67 +74,66 @@ async def load(url: str, model: str, num_streams: int, num_tokens: int) -> float
     return time.monotonic() - started_s
 
 
-def measure(url: str, pid: int, model: str, *, num_streams: int, num_tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians over `repeats` runs after one to warm up."""
-    asyncio.run(load(url, model, num_streams, num_tokens))
-    costs, speeds = [], []
-    for _ in range(repeats):
-        before_s = cpu_s(pid)
-        wall_s = asyncio.run(load(url, model, num_streams, num_tokens))
-        costs.append((cpu_s(pid) - before_s) / (num_streams * num_tokens))
-        speeds.append(num_streams * num_tokens / wall_s)
+class Process(NamedTuple):
+    """A server to account: its front end's process, and the processes of engines that answer to it, if they count."""
+
+    url: str
+    pid: int
+    model: str
+    rank_pids: tuple[int, ...] = ()
+
+
+def measure(process: Process, *, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """One load: CPU microseconds for each token, and tokens per second."""
+    before_s, ranks_before_s = cpu_s(process.pid), [thread_cpu_s(pid) for pid in process.rank_pids]
+    wall_s = asyncio.run(load(process.url, process.model, num_streams, num_tokens))
+    count = num_streams * num_tokens
+    ranks_s = [beside_engine_s(b, thread_cpu_s(pid)) for b, pid in zip(ranks_before_s, process.rank_pids, strict=True)]
     return {
-        "num_streams": num_streams,
-        "num_tokens": num_tokens,
-        "cpu_us_per_token": statistics.median(costs) * 1e6,
-        "tok_s": statistics.median(speeds),
+        "cpu_us_per_token": (cpu_s(process.pid) - before_s) / count * 1e6,
+        "worker_us_per_token": sum(ranks_s) / count * 1e6,
+        "tok_s": count / wall_s,
     }
 
 
-class DemoServer:
-    """`pd-cluster serve` of the bundled model on a free port, colocated; a context manager of its address."""
-
-    def __enter__(self) -> "DemoServer":
-        command = [sys.executable, "-m", "pd_cluster.cli.main", "serve", "--colocated", "--http-port", "0"]
-        command += ["--set", "decode.max_num_seqs=1024", "--dtype", "float32", "--max-model-len", "1024"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self.process.stdout is not None
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if found := re.search(r"served at (http://[\w.:]+)", line):
-                self.url = found.group(1)
-                return self
-            if time.monotonic() > deadline_s:
-                break
-        self.process.kill()
-        raise Unavailable("the server did not start: " + "".join(lines[-5:]))
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(20)
+def beside_engine_s(before: dict[int, float], after: dict[int, float]) -> float:
+    """CPU time that a rank spent between two looks in all of its threads but the busiest, which computes steps."""
+    spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
+    return sum(spent) - max(spent, default=0.0)
 
 
 def run(
+    ours: Process | None = None,
+    peer: Process | None = None,
     *,
-    url: str | None = None,
-    pid: int | None = None,
-    model: str = "demo",
     streams: tuple[int, ...] = (32, 128, 512),
     num_tokens: int = 64,
     repeats: int = 3,
 ) -> dict[str, Any]:
-    """One result for each number of streams. `url` and `pid` name a running server, ours or another's."""
-    if url is None or pid is None:
-        with DemoServer() as server:
-            return run(
-                url=server.url,
-                pid=server.process.pid,
-                model=model,
-                streams=streams,
-                num_tokens=num_tokens,
-                repeats=repeats,
-            )
-    results = [measure(url, pid, model, num_streams=count, num_tokens=num_tokens, repeats=repeats) for count in streams]
-    return {f"streams_{result['num_streams']}": result for result in results}
+    """Medians over `repeats` for each number of streams, in loads that alternate with the peer's; and what we spend,
+    the workers' share included, as a share of what the peer's front end spends. Without `ours` one is started.
+    """
+    if ours is None:
+        with ServeProcess(DEMO) as server:
+            started = Process(server.url, server.pid, "demo", tuple(rank_pids(server.pid)))
+            return run(started, peer, streams=streams, num_tokens=num_tokens, repeats=repeats)
+    results: dict[str, Any] = {}
+    for count in streams:
+        measured: dict[Process, list[dict[str, float]]] = {one: [] for one in (ours, peer) if one is not None}
+        for number in range(repeats + 1):
+            for one, kept in measured.items():
+                result = measure(one, num_streams=count, num_tokens=num_tokens)
+                if number:  # the first warms up
+                    kept.append(result)
+        results[f"streams_{count}"] = summary(measured[ours], measured[peer] if peer is not None else None)
+    return results
+
+
+def summary(ours: list[dict[str, float]], peer: list[dict[str, float]] | None) -> dict[str, float]:
+    result = {name: statistics.median(one[name] for one in ours) for name in ours[0]}
+    if peer is not None:
+        result["peer_us_per_token"] = statistics.median(one["cpu_us_per_token"] for one in peer)
+        result["peer_tok_s"] = statistics.median(one["tok_s"] for one in peer)
+        spent = result["cpu_us_per_token"] + result["worker_us_per_token"]
+        result["ratio"] = spent / result["peer_us_per_token"]
+    return result

@@ -251,6 +251,10 @@ def goodput(
     tpot: Annotated[float, typer.Option(help="Seconds per further token, on average.")] = 0.040,
     gap: Annotated[float, typer.Option(help="Seconds between any two tokens.")] = 0.200,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
+    pids: Annotated[
+        list[str] | None,
+        typer.Option(help="Processes of each server, to pause while another is measured.", metavar="PID[,PID]"),
+    ] = None,
     json: options.AsJson = False,
 ) -> None:
     """Requests per second that keep their bounds, at running servers under the same load in turn."""
@@ -265,6 +269,7 @@ def goodput(
         outputs=span(outputs),
         bounds=Bounds(ttft_s=ttft, tpot_s=tpot, gap_s=gap),
         seed=seed,
+        pids=[[int(pid) for pid in each.split(",")] for each in pids or []],
     )
     if json:
         _print(result, json)

@@ -1,0 +1,96 @@
+"""The arithmetic of what a streamed token costs, and of what the handoff adds to the second one."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.bench.second_token import arguments
+from pd_cluster.bench.second_token import summary as second_token_summary
+from pd_cluster.bench.serve_process import ServeProcess, family, paused
+from pd_cluster.bench.streams import beside_engine_s, cpu_s, summary, thread_cpu_s
+from pd_cluster.errors import Unavailable
+
+
+def test_a_ranks_share_is_all_but_its_busiest_thread() -> None:
+    before = {1: 5.0, 2: 1.0, 3: 0.0}
+    after = {1: 5.5, 2: 3.0, 3: 0.25, 4: 0.25}  # 2 computes, 4 is new
+    assert beside_engine_s(before, after) == pytest.approx(1.0)
+    assert beside_engine_s({}, {}) == 0.0
+
+
+def test_cpu_times_of_threads_add_up_to_the_process() -> None:
+    done = threading.Event()
+
+    def spin() -> None:
+        while not done.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin)
+    before = thread_cpu_s(os.getpid())
+    thread.start()
+    while sum(thread_cpu_s(os.getpid()).values()) - sum(before.values()) < 0.1:
+        pass
+    spent = thread_cpu_s(os.getpid())
+    done.set()
+    thread.join()
+    assert len(spent) >= 2
+    assert sum(spent.values()) == pytest.approx(cpu_s(os.getpid()), abs=0.2)
+
+
+def test_the_workers_share_counts_against_us_and_not_against_the_peer() -> None:
+    ours = [{"cpu_us_per_token": cpu, "worker_us_per_token": 10.0, "tok_s": 1.0} for cpu in (20.0, 30.0, 90.0)]
+    peer = [{"cpu_us_per_token": cpu, "worker_us_per_token": 0.0, "tok_s": 1.0} for cpu in (100.0, 100.0, 900.0)]
+    assert summary(ours, peer)["ratio"] == pytest.approx(0.4)
+    assert "ratio" not in summary(ours, None)
+
+
+def test_the_second_token_is_compared_and_the_gap_before_it_shown() -> None:
+    split = [[0.50, 0.60, 0.61], [0.50, 0.56, 0.57], [0.50, 0.80, 0.81]]
+    colocated = [[0.50, 0.52, 0.54]] * 3
+    result = second_token_summary({"split": split, "colocated": colocated})
+    assert result["second_ratio"] == pytest.approx(0.60 / 0.52)
+    assert result["split_gap_p50_ms"] == pytest.approx(100)
+    assert result["split_gap_p99_ms"] == pytest.approx(300)
+    assert result["colocated_gap_p99_ms"] == pytest.approx(20)
+
+
+def test_prefill_and_decode_get_a_cpu_each_where_there_are_two() -> None:
+    split, colocated = arguments("m", 1500, [4, 7, 9])
+    assert split[-3:] == ["prefill.cpus=4", "--set", "decode.cpus=7"]
+    assert colocated[-3:] == ["--colocated", "--set", "decode.cpus=4"]
+    split, colocated = arguments("m", 1500, [0])
+    assert not any("cpus" in argument for argument in (*split, *colocated))
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with pytest.raises(Unavailable, match="http_prot"), ServeProcess(["demo", "--set", "router.http_prot=1"]):
+        pass
+
+
+def test_a_paused_process_and_its_children_stand_still_and_go_on() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    try:
+        until(lambda: len(family(process.pid)) == 2)
+        with paused([process.pid]):
+            until(lambda: [state(pid) for pid in family(process.pid)] == ["T", "T"])
+        until(lambda: "T" not in [state(pid) for pid in family(process.pid)])
+    finally:
+        process.communicate(b"\n", timeout=20)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
