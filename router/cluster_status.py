@@ -1,7 +1,6 @@
 """The cluster as one router sees it, as a message: its workers, its requests, and what it has counted."""
 
 from collections import Counter
-from collections.abc import Iterable
 from importlib.metadata import version
 
 from pd_cluster.ids import EngineId
@@ -13,6 +12,7 @@ from router.directory import Health, Worker
 from router.flight import Flight
 from router.members import Members, members
 from router.pipeline import Pipeline
+from router.placements import placements
 
 VERSION = version("pd-cluster")
 
@@ -32,13 +32,14 @@ def cluster_status(
     flights = pipeline.flights
     phases = Counter(flight.phase for flight in flights)
     now_s = pipeline.now_s()
+    workers = sorted(pipeline.directory.workers, key=_place)
     return pb.ClusterStatus(
         router_id=router_id,
         version=VERSION,
         model=model,
         uptime_s=uptime_s,
         ready=pipeline.ready,
-        workers=[worker_status(worker) for worker in sorted(pipeline.directory.workers, key=_place)],
+        workers=[worker_status(worker) for worker in workers],
         phases=pb.PhaseCounts(
             queued=phases[Phase.QUEUED],
             prefilling=phases[Phase.PREFILLING],
@@ -47,8 +48,8 @@ def cluster_status(
         ),
         totals=_totals(pipeline.metrics),
         requests=[_request(flight, now_s) for flight in flights[:max_requests]],
-        placements=[_placement(engine_id, status) for engine_id, status in placements(pipeline.directory.workers)],
-        engines=[_engine(each) for each in members(sorted(pipeline.directory.workers, key=_place))],
+        placements=[_placement(engine_id, status) for engine_id, status in placements(workers)],
+        engines=[_engine(each) for each in members(workers)],
     )
 
 
@@ -123,20 +124,6 @@ def _request(flight: Flight, now_s: float) -> pb.RequestStatus:
         prefill_worker=timings.prefill_worker or "",
         decode_worker=timings.decode_worker or "",
     )
-
-
-def placements(workers: Iterable[Worker]) -> list[tuple[EngineId, PlacementStatus]]:
-    """What is known of each engine whose ranks share experts, by its rank that knows most: the hub has seen a load."""
-    found: dict[EngineId, PlacementStatus] = {}
-    for worker in sorted(workers, key=_place):
-        status, known = worker.load.placement, found.get(worker.info.engine_id)
-        if status is not None and (known is None or _knows(status) > _knows(known)):
-            found[worker.info.engine_id] = status
-    return list(found.items())
-
-
-def _knows(status: PlacementStatus) -> tuple[bool, int, int]:
-    return bool(status.layers), status.bytes_moved, status.epoch
 
 
 def _placement(engine_id: EngineId, status: PlacementStatus) -> pb.PlacementStatus:

@@ -6,10 +6,13 @@ filled, or in quarantine until its writer has stopped.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pd_cluster.ids import EngineId
 from pd_cluster.metrics import PREFIX, Snapshot
+from pd_cluster.parallel.placement_status import PlacementStatus
 from router.directory import Directory, Health, Worker
+from router.placements import placements
 
 
 class WorkerMetrics(Snapshot):
@@ -39,6 +42,7 @@ class WorkerMetrics(Snapshot):
                 gauge.add_metric([worker.id, _role(worker)], value(worker))
             yield gauge
         yield from self._stranded(workers)
+        yield from self._experts(placements(workers))
 
     def _up(self, workers: Sequence[Worker]) -> Metric:
         gauge = GaugeMetricFamily(
@@ -65,6 +69,46 @@ class WorkerMetrics(Snapshot):
                 num_bytes.add_metric([worker.id, _role(worker), state], count * worker.info.block_bytes)
         yield blocks
         yield num_bytes
+
+    def _experts(self, found: Sequence[tuple[EngineId, PlacementStatus]]) -> Iterable[Metric]:
+        """Of engines whose ranks share experts; ratios are 0 before there was load to measure."""
+        simple: dict[str, tuple[str, Callable[[PlacementStatus], float]]] = {
+            "expert_placement_epoch": ("Placement of experts that steps run with", lambda p: p.epoch),
+            "expert_rank_imbalance_ratio": (
+                "Load of the busiest rank over the mean",
+                lambda p: p.imbalance,
+            ),
+            "expert_worst_layer_imbalance_ratio": (
+                "The same of the least even layer",
+                lambda p: max((layer.ratio for layer in p.layers), default=0.0),
+            ),
+        }
+        for name, (documentation, value) in simple.items():
+            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=["engine"])
+            for engine_id, placement in found:
+                gauge.add_metric([engine_id], value(placement))
+            yield gauge
+        changes = CounterMetricFamily(
+            PREFIX + "expert_placement_changes", "Changes of placement", labels=["engine", "outcome"]
+        )
+        moved = CounterMetricFamily(PREFIX + "expert_moved_bytes", "Experts loaded for them", labels=["engine"])
+        layers = {
+            "expert_layer_imbalance_ratio": "Load of the busiest rank over the mean",
+            "expert_layer_hottest_share_ratio": "Share of its layer's load that the busiest expert has",
+        }
+        by_layer = {
+            name: GaugeMetricFamily(PREFIX + name, documentation, labels=["engine", "layer"])
+            for name, documentation in layers.items()
+        }
+        for engine_id, placement in found:
+            changes.add_metric([engine_id, "made"], placement.num_swaps)
+            changes.add_metric([engine_id, "abandoned"], placement.num_abandoned)
+            moved.add_metric([engine_id], placement.bytes_moved)
+            for number, layer in enumerate(placement.layers):
+                share = layer.hottest[0].share if layer.hottest else 0.0
+                by_layer["expert_layer_imbalance_ratio"].add_metric([engine_id, str(number)], layer.ratio)
+                by_layer["expert_layer_hottest_share_ratio"].add_metric([engine_id, str(number)], share)
+        yield from (changes, moved, *by_layer.values())
 
 
 def _role(worker: Worker) -> str:

@@ -36,7 +36,9 @@ def pools_table(directory: Directory, model: ModelConfig, config: ClusterConfig)
         info = workers[0].info
         num_ranks = info.data_parallel * info.tensor_parallel
         section = config.prefill if not info.can_decode else config.decode
-        placement = _placement(model, num_ranks, section.redundant_experts)
+        # only the placement of the start is known here
+        moved = any(w.load.placement is not None and w.load.placement.epoch for w in workers)
+        placement = None if moved else _placement(model, num_ranks, section.redundant_experts)
         loads = rank_loads(placement, [worker.load.expert_load for worker in workers]) if placement else []
         total = sum(loads)
         for rank in range(num_ranks):
@@ -46,7 +48,7 @@ def pools_table(directory: Directory, model: ModelConfig, config: ClusterConfig)
                 worker.id,
                 str(worker.info.num_blocks),
                 str(worker.load.num_steps),
-                _experts(placement, rank) if placement else "-",
+                _experts(placement, rank) if placement else "moved" if moved else "-",
                 str(loads[rank]) if placement else "-",
                 f"{loads[rank] / total:.0%}" if total else "-",
             )

@@ -16,7 +16,7 @@ def status(
     tls_key: reaching.TlsKey = None,
     allow_insecure: reaching.AllowInsecure = False,
 ) -> None:
-    """Show workers, KV memory and requests of a running cluster."""
+    """Show workers, KV memory, experts and requests of a running cluster."""
     import msgspec
 
     with reach(address, api_key, tls, tls_roots, tls_certificate, tls_key, allow_insecure) as client:
@@ -29,4 +29,5 @@ def status(
 
     from pd_cluster.cli.status_view import Moment, view
 
-    Console(highlight=False).print(view(Moment(seen)))
+    console = Console(highlight=False)
+    console.print(view(Moment(seen), console.width))

@@ -5,10 +5,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pd_cluster.cli.experts_view import experts_table
 from pd_cluster.cli.members_view import members
 from pd_cluster.client import ClusterStatus, Health, RequestStatus, Role, Totals, WorkerStatus
 
 BAR_WIDTH = 10
+WIDE = 110
+"""From so many columns on every figure of a worker has its own."""
+
 ROLES = list(Role)
 STYLES = {Health.READY: "green", Health.DRAINING: "yellow", Health.LOST: "red"}
 
@@ -45,12 +49,18 @@ class Moment(Struct, frozen=True):
         return self.since(f"{name}_sum_s") / count if count else None
 
 
-def view(moment: Moment) -> RenderableType:
-    parts: list[RenderableType] = [_head(moment.now), _rates(moment), "", _workers(moment.now.workers)]
-    if moment.now.engines:
-        parts += ["", *map(members, moment.now.engines)]
-    if moment.now.requests:
-        parts += ["", _requests(moment.now.requests)]
+def view(moment: Moment, width: int = WIDE, layers: int = 3) -> RenderableType:
+    """For a terminal of `width` columns; of each engine's layers of experts, the `layers` least even."""
+    now = moment.now
+    workers = sorted(now.workers, key=lambda w: (ROLES.index(w.role), w.engine_id, w.dp_rank))
+    table = _workers(workers) if width >= WIDE else _workers_in_short(workers)
+    parts: list[RenderableType] = [_head(now), _rates(moment), "", table]
+    if now.engines:
+        parts += ["", *map(members, now.engines)]
+    if now.placements:
+        parts += ["", experts_table(now.placements, layers)]
+    if now.requests:
+        parts += ["", _requests(now.requests) if width >= WIDE else _requests_in_short(now.requests)]
     return Group(*parts)
 
 
@@ -89,16 +99,13 @@ def _workers(workers: list[WorkerStatus]) -> RenderableType:
     table.add_column("KV used")
     for heading in ("blocks", "stranded", "running", "waiting", "tokens", "step", "prefill"):
         table.add_column(heading, justify="right")
-    for worker in sorted(workers, key=lambda w: (ROLES.index(w.role), w.engine_id, w.dp_rank)):
+    for worker in workers:
         kv = worker.kv
-        stranded = kv.num_reserved_blocks + kv.num_held_blocks + kv.num_quarantined_blocks
-        health = Text(worker.health.value, style=STYLES[worker.health])
-        if worker.reason:
-            health.append(f" ({worker.reason})")
+        stranded = _stranded(worker)
         table.add_row(
             worker.worker_id,
             worker.role.value + (f" TP{worker.tensor_parallel}" if worker.tensor_parallel > 1 else ""),
-            health,
+            _health(worker),
             bar(kv.usage),
             f"{kv.num_blocks - kv.num_free_blocks}/{kv.num_blocks}",
             f"{stranded}" + (f" ({kv.oldest_stranded_s:.1f} s)" if stranded else ""),
@@ -108,6 +115,52 @@ def _workers(workers: list[WorkerStatus]) -> RenderableType:
             milliseconds(worker.step_s) if worker.step_s else "-",
             f"{worker.prefill_tok_s:.0f}/s" if worker.prefill_tok_s else "-",
         )
+    return table
+
+
+def _workers_in_short(workers: list[WorkerStatus]) -> RenderableType:
+    """In 80 columns, whatever the numbers; columns that would say nothing are left out."""
+    if not workers:
+        return Text("no worker is known", style="red")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for heading in ("worker", "role", "health"):
+        table.add_column(heading, no_wrap=True)
+    strands, prefills = any(map(_stranded, workers)), any(worker.prefill_tok_s for worker in workers)
+    headings = ["KV", "blocks", *["stranded"] * strands, "run", "wait", "step", *["prefill"] * prefills]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker in workers:
+        kv = worker.kv
+        cells = [f"{kv.usage:.0%}", f"{short(kv.num_blocks - kv.num_free_blocks)}/{short(kv.num_blocks)}"]
+        cells += [short(_stranded(worker))] * strands
+        cells += [str(worker.num_running), str(worker.num_waiting + worker.num_pending_reservations)]
+        cells += [milliseconds(worker.step_s) if worker.step_s else "-"]
+        cells += [f"{short(worker.prefill_tok_s)}/s" if worker.prefill_tok_s else "-"] * prefills
+        health = Text(worker.health.value, style=STYLES[worker.health])
+        table.add_row(worker.worker_id, worker.role.value, health, *cells)
+    return Group(table, *(Text(f"{w.worker_id}: {w.reason}", style="dim") for w in workers if w.reason))
+
+
+def _stranded(worker: WorkerStatus) -> int:
+    return worker.kv.num_reserved_blocks + worker.kv.num_held_blocks + worker.kv.num_quarantined_blocks
+
+
+def _health(worker: WorkerStatus) -> Text:
+    health = Text(worker.health.value, style=STYLES[worker.health])
+    return health.append(f" ({worker.reason})") if worker.reason else health
+
+
+def _requests_in_short(requests: list[RequestStatus]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column("request", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("phase")
+    for heading in ("age", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("at", overflow="fold")
+    for request in requests:
+        tokens = f"{short(request.num_prompt_tokens)}+{short(request.num_output_tokens)}"
+        where = request.decode_worker or request.prefill_worker or "-"
+        table.add_row(request.request_id, request.phase.value, duration(request.age_s), tokens, where)
     return table
 
 
@@ -138,6 +191,15 @@ def bar(share: float) -> Text:
     full = round(share * BAR_WIDTH)
     style = "green" if share < 0.7 else "yellow" if share < 0.9 else "red"
     return Text("█" * full, style=style) + Text("░" * (BAR_WIDTH - full), style="dim") + Text(f" {share:4.0%}")
+
+
+def short(number: float) -> str:
+    """Three figures or so: `950`, `12k`, `3.4M`."""
+    for limit, unit in ((1e4, ""), (1e6, "k"), (1e9, "M")):
+        if number < limit:
+            scaled = number / {"": 1, "k": 1e3, "M": 1e6}[unit]
+            return f"{scaled:.0f}{unit}" if scaled >= 10 or not unit else f"{scaled:.1f}{unit}"
+    return f"{number / 1e9:.1f}G"
 
 
 def duration(seconds: float) -> str:

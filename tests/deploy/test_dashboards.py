@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import promql_parser
 import pytest
 import yaml
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_cluster.ids import EngineId
 from pd_cluster.launch.probes import NodeMetrics
 from pd_cluster.metrics import RouterMetrics
+from pd_cluster.parallel.placement_status import HotExpert, LayerLoad
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "pd-cluster.json"
 RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
@@ -36,6 +38,9 @@ WANTED = {
     "transfer seconds": "pd_cluster_kv_transfer_seconds_bucket",
     "transfer failures": "pd_cluster_kv_transfer_failures_total",
     "expert load": "pd_cluster_expert_load_imbalance_ratio",
+    "rank load": "pd_cluster_expert_rank_imbalance_ratio",
+    "layers of experts": "pd_cluster_expert_layer_imbalance_ratio",
+    "moving experts": "pd_cluster_expert_moved_bytes_total",
 }
 
 
@@ -104,6 +109,10 @@ class OneNode:
 async def scrape_after_a_request() -> str:
     async with LocalCluster(config_of("demo", decode__data_parallel=2)) as cluster:
         await cluster.greedy(list(range(3, 40)), max_tokens=4)
+        # the hub has not looked at loads yet
+        worker = next(w for w in cluster.router.directory.workers if w.load.placement is not None)
+        seen = msgspec.structs.replace(worker.load.placement, layers=[LayerLoad(1.2, [HotExpert(3, 0.5, 1)])])
+        worker.load = msgspec.structs.replace(worker.load, placement=seen)
         return cluster.router.metrics.render().decode()
 
 

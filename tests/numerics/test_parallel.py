@@ -55,6 +55,16 @@ def test_redundant_experts_change_nothing(cluster: Clusters, name: str) -> None:
     check(name, outputs[1], [2, 3])
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_copies_chosen_by_the_counts_of_steps_change_nothing(cluster: Clusters, dp: int, tp: int) -> None:
+    """With one DP rank both ranks have all tokens and must choose alike, or an expert is added twice or not at all."""
+    name = "deepseek_v3_yarn"
+    groups = [prompts(name)[rank::dp] for rank in range(dp)]
+    outputs = cluster(name, dp=dp, tp=tp, redundant_experts=6, replica_choice="step").generate(groups, STEPS)
+    for rank in range(dp):
+        check(name, outputs[rank], [0, 1, 2, 3][rank::dp])
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3_noq_64e", "mixtral"])
 def test_exchanging_within_one_dp_rank_equals_the_replicated_form(cluster: Clusters, name: str) -> None:
     (outputs,) = cluster(name, tp=2, dispatcher="collective").generate([prompts(name)], STEPS)
