@@ -5,7 +5,6 @@ first token shows that the prompt's KV is cached there. They are followed by one
 costs one wake-up and one write.
 """
 
-import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -20,6 +19,7 @@ from router.attempt import Timings
 from router.pipeline import Pipeline
 from router.stream import TokenStream
 from router.text import PieceToken, TextStream
+from router.wakeup import Wakeup
 
 
 class TextOptions(Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Choices:
         self.prompts = prompts
         self.choices: list[Choice] = []
         self._pipeline = pipeline
-        self._ready = asyncio.Event()
+        self._ready = Wakeup()
         options = options or TextOptions()
         for prompt_index, token_ids in enumerate(prompts):
             for sample in range(num_samples):
@@ -90,6 +90,7 @@ class Choices:
                 if sample and len(token_ids) >= UNIT_TOKENS:
                     self.choices[index - sample].followers.append(choice)
                 self.choices.append(choice)
+        self._num_left = len(self.choices)
 
     def submit(self) -> None:
         """Send off all first samples. Raises what `Pipeline.submit` raises, with nothing left running."""
@@ -115,10 +116,11 @@ class Choices:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
+        self._ready.close()
 
     @property
     def done(self) -> bool:
-        return all(choice.done for choice in self.choices)
+        return not self._num_left
 
     @property
     def num_completion_tokens(self) -> int:
@@ -147,13 +149,7 @@ class Choices:
             pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
             if pieces or self.done:
                 return pieces
-            if timeout_s is None:
-                await self._ready.wait()
-                continue
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._ready.wait()
-            except TimeoutError:
+            if not await self._ready.wait(timeout_s):
                 return []
 
     def _take(self, choice: Choice) -> ChoicePiece | None:
@@ -180,7 +176,9 @@ class Choices:
             piece.text += rest.text
             piece.tokens += rest.tokens
             finish = "stop" if rest.stopped else finish
-        choice.done = finish is not None
+        if finish is not None:
+            choice.done = True
+            self._num_left -= 1
         return ChoicePiece(
             index=choice.index, text=piece.text, tokens=piece.tokens, token_ids=list(delta.token_ids), finish=finish
         )

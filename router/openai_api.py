@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pd_cluster.errors import PdClusterError, Unavailable, UnknownModel
 from pd_cluster.metrics import CONTENT_TYPE
@@ -19,6 +20,20 @@ from router.completions import Completions
 from router.exchange import Endpoint, Exchange
 from router.openai_errors import MethodNotAllowedError, NotFoundError, error_json
 from router.serving import Serving
+
+
+class App(Starlette):
+    """What is asked most goes straight to its endpoint, so that no layer stands between a token and its socket; all
+    else, and every mistake in a path or a method, goes the usual way.
+    """
+
+    def __init__(self, direct: list[Route], rest: list[Route]) -> None:
+        super().__init__(routes=[*direct, *rest], exception_handlers={HTTPException: _http_error})
+        self._direct = {("POST", route.path): route.app for route in direct}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._direct.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (endpoint or super().__call__)(scope, receive, send)
 
 
 def build_app(serving: Serving) -> Starlette:
@@ -30,10 +45,13 @@ def build_app(serving: Serving) -> Starlette:
         endpoint = Endpoint(serving, path, handle, protected=protected)  # type: ignore[arg-type]
         return Route(path, endpoint, methods=[method])
 
-    return Starlette(
-        routes=[
-            route("/v1/completions", "POST", Completions(serving).handle, protected=True),
-            route("/v1/chat/completions", "POST", ChatCompletions(serving).handle, protected=True),
+    generating = [
+        route("/v1/completions", "POST", Completions(serving).handle, protected=True),
+        route("/v1/chat/completions", "POST", ChatCompletions(serving).handle, protected=True),
+    ]
+    return App(
+        generating,
+        [
             route("/v1/models", "GET", models.list, protected=True),
             route("/v1/models/{model:path}", "GET", models.get, protected=True),
             route("/livez", "GET", probes.live),
@@ -42,7 +60,6 @@ def build_app(serving: Serving) -> Starlette:
             route("/health", "GET", probes.ready),
             route("/metrics", "GET", probes.metrics),
         ],
-        exception_handlers={HTTPException: _http_error},
     )
 
 

@@ -37,6 +37,7 @@ from router.lives import Lives
 from router.policy import Choice, pick_decode, pick_prefill
 from router.prefix_index import PrefixIndex
 from router.stream import TokenStream
+from router.wakeup import Wakeup
 
 log = get_log(__name__)
 
@@ -88,7 +89,7 @@ class Pipeline:
         *,
         timeout_s: float | None = None,
         prefer: WorkerId | None = None,
-        ready: asyncio.Event | None = None,
+        ready: Wakeup | None = None,
     ) -> TokenStream:
         """Send a request off; iterate over the stream for its tokens, and leave it or cancel it at any time.
 

@@ -1,6 +1,5 @@
 """The tokens of one request on their way to its client: an async iterator that joins what the client left waiting."""
 
-import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -8,6 +7,7 @@ from pd_cluster.engine.plan import TokenLogprobs
 from pd_cluster.errors import Cancelled, PdClusterError
 from pd_cluster.ids import RequestId
 from router.attempt import Delta, Timings
+from router.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from router.flight import Flight
@@ -20,13 +20,13 @@ class TokenStream:
     streams by one shared event.
     """
 
-    def __init__(self, flight: "Flight", ready: asyncio.Event | None = None) -> None:
+    def __init__(self, flight: "Flight", ready: Wakeup | None = None) -> None:
         self.last_token_s: float | None = None  # for metrics
         self._flight = flight
         self._waiting: list[Delta] = []
         self._error: PdClusterError | None = None
         self._ended = False  # nothing more will be put
-        self._ready = ready or asyncio.Event()  # several streams may share one
+        self._ready = ready or Wakeup()  # several streams may share one
 
     @property
     def request_id(self) -> RequestId:

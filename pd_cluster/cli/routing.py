@@ -1,6 +1,7 @@
 """What `pd-cluster router` runs: a router, the discovery of its workers, and the door for the preStop hook."""
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,4 +28,6 @@ async def run_router(config: ClusterConfig, sources: Sequence[Source], drain_s: 
         stack.push_async_callback(router.stop, drain_s)
         await router.start()
         await stack.enter_async_context(PrestopDoor(socket or default_socket(), drain))
+        gc.collect()
+        gc.freeze()  # a loaded router stays as it is: no pause between tokens to look through it again
         await Discovery(router, sources).run()

@@ -1,6 +1,7 @@
 """The server: engines, router and HTTP, watched until a signal or until a pool is beyond help."""
 
 import contextlib
+import gc
 import sys
 
 from pd_cluster.cli.pools import describe
@@ -29,4 +30,6 @@ async def run_server(config: ClusterConfig) -> None:
             )
         sys.stderr.write(f"{served} is served at http://{host}:{cluster.router.http_port}/v1\n")
         sys.stderr.flush()
+        gc.collect()
+        gc.freeze()  # a loaded router stays as it is: no pause between tokens to look through it again
         await cluster.supervisor.wait_failed()
