@@ -134,7 +134,7 @@ class LaunchSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelSection = field(default_factory=ModelSection)
     kv: KvSection = field(default_factory=KvSection)
-    prefill: EngineSection = field(default_factory=lambda: EngineSection(max_num_batched_tokens=2048))
+    prefill: EngineSection = field(default_factory=EngineSection)
     decode: EngineSection = field(default_factory=EngineSection)
     router: RouterSection = field(default_factory=RouterSection)
     security: SecuritySection = field(default_factory=SecuritySection)

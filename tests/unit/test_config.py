@@ -29,7 +29,8 @@ def test_flags_win_over_sets_and_sets_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_section_given_in_part_keeps_the_other_defaults() -> None:
-    assert load_config(overrides=["prefill.tensor_parallel=2"]).prefill.max_num_batched_tokens == 2048
+    config = load_config(overrides=["router.http_port=1"], values={"router.host": "::"})
+    assert (config.router.http_port, config.router.host, config.router.max_queue) == (1, "::", 1024)
 
 
 def test_values_of_set_are_toml_or_plain_text() -> None:
