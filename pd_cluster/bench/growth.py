@@ -2,7 +2,8 @@
 
 A cost that is linear in its work has a fixed part and the same price for every further unit. Two things say that it is
 worse: the price of a unit of work rises (y / x at one x is above what it was at a smaller one), or the curve beyond its
-fixed part bends upwards (p above 1, where a straight line misses what was measured).
+fixed part bends upwards (p above 1, where a straight line misses what was measured). A cost that follows no straight line
+and is not worse either is no worse than linear: economies of scale, or a limit that takes over from another.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-Verdict = Literal["linear", "below linear", "worse than linear"]
+Verdict = Literal["linear", "no worse than linear", "worse than linear"]
 
 UNIT_PRICE_TOLERANCE = 1.15
 EXPONENT_TOLERANCE = 1.25
@@ -54,7 +55,7 @@ def growth(work: Sequence[float], cost: Sequence[float]) -> Growth:
     if rise > UNIT_PRICE_TOLERANCE or bends_up:
         verdict = "worse than linear"
     elif misfit > MISFIT_TOLERANCE:
-        verdict = "below linear"
+        verdict = "no worse than linear"
     return Growth(fixed=fixed, price=price, misfit=misfit, exponent=exponent, unit_price_growth=rise, verdict=verdict)
 
 

@@ -46,9 +46,9 @@ def test_a_cliff_between_two_sizes_is_found() -> None:
     assert found.verdict == "worse than linear"
 
 
-def test_economies_of_scale_are_below_linear() -> None:
+def test_economies_of_scale_are_no_worse_than_linear() -> None:
     found = growth(SIZES, [10 * x**0.5 for x in SIZES])
-    assert found.verdict == "below linear"
+    assert found.verdict == "no worse than linear"
     assert found.exponent == pytest.approx(0.5, abs=0.02)
 
 
