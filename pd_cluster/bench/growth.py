@@ -2,8 +2,10 @@
 
 A cost that is linear in its work has a fixed part and the same price for every further unit. Two things say that it is
 worse: the price of a unit of work rises (y / x at one x is above what it was at a smaller one), or the curve beyond its
-fixed part bends upwards (p above 1, where a straight line misses what was measured). A cost that follows no straight line
-and is not worse either is no worse than linear: economies of scale, or a limit that takes over from another.
+fixed part bends upwards (p above 1, where a straight line misses what was measured).
+
+A cost that follows no straight line and is not worse either is no worse than linear: economies of scale, or a limit
+that takes over from another.
 """
 
 from collections.abc import Sequence
