@@ -64,8 +64,6 @@ class EpochHub:
         on_failure: Callable[[EngineError], None],
         policy: TriggerPolicy | None,
         planner: Planner | None = None,
-        look_s: float = LOOK_S,
-        stage_s: float = STAGE_S,
     ) -> None:
         """`policy` None: nothing is moved but where members change, or somebody asks."""
         self.stats = stats
@@ -85,8 +83,8 @@ class EpochHub:
         self._trigger = Trigger(self._policy)
         self._window = LoadWindow(len(stage.placement.layers), stage.placement.num_experts)
         self._planner = planner or Planner()
-        self._look_s, self._stage_s = look_s, stage_s
-        self._next_look_s = clock.now_s() + look_s
+        self._stage_s = STAGE_S
+        self._next_look_s = clock.now_s() + LOOK_S
         self._attempt = 0
         self._ballot: Ballot | None = None
         self._stages: deque[Stage] = deque()  # after the one that is voted on
@@ -144,7 +142,7 @@ class EpochHub:
         now_s = self._clock.now_s()
         self._window.observe(int(report.rank), counts_LE, now_s, life=report.life)
         if self._rebalances and self.is_idle and now_s >= self._next_look_s and self._is_sound:
-            self._next_look_s = now_s + self._look_s
+            self._next_look_s = now_s + LOOK_S
             self._plan(self._look())
 
     # ---- planning
