@@ -72,6 +72,7 @@ class PrefillWorker:
         self._jobs: dict[TransferId, _Job] = {}
         self._transfer_of: dict[RequestId, TransferId] = {}  # of requests the scheduler knows
         self._draining = False
+        self._leaving = False
         sync.on_tell = self._on_tell
 
     def attach(self, loop: EngineLoop, outgoing: Outgoing, push_rank: PushRank) -> None:
@@ -84,6 +85,16 @@ class PrefillWorker:
     def idle(self) -> bool:
         """Nothing is queued, running, held or on its way."""
         return not self._jobs and not self._owners
+
+    # ---- from the group that this worker is a member of
+
+    def leave(self) -> None:
+        """Others are to do without this worker: it takes nothing new, and finishes what it has."""
+        self._leaving = True
+
+    def stay(self) -> None:
+        """The group cannot do without it, or needs it again."""
+        self._leaving = False
 
     # ---- from routers
 
@@ -131,7 +142,7 @@ class PrefillWorker:
             step_s=self._loop.step_s,
             prefill_tok_s=self._loop.prefill_tok_s,
             num_steps=self._loop.num_steps,
-            draining=self._draining,
+            draining=self._draining or self._leaving,
             expert_load=self._expert_load(),
             placement=self._placement(),
         )
@@ -139,7 +150,7 @@ class PrefillWorker:
     def _prefill(self, router_id: RouterId, message: m.Prefill) -> None:
         request, transfer_id = message.request, message.transfer_id
         try:
-            if self._draining:
+            if self._draining or self._leaving:
                 raise Unavailable("this worker drains: ask another")
             request.validate(self._vocab_size, self._max_model_len)
             self._scheduler.add(request, prefill_only=True, now_s=self._clock.now_s())

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.engine.plan import TokenLogprobs
-from pd_cluster.ids import EngineId, RequestId, TransferId, WorkerId, new_epoch
+from pd_cluster.ids import EngineEpoch, EngineId, RequestId, TransferId, WorkerId, new_epoch
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.launch import parts
 from pd_cluster.launch.meeting import Board, LocalRendezvous
@@ -27,6 +27,7 @@ from pd_cluster.launch.roles import EngineShape, engine_shapes, rank_specs
 from pd_cluster.launch.spec import RankSpec
 from pd_cluster.messages import WorkerLoad
 from pd_cluster.model.source import open_model
+from pd_cluster.parallel.roster import Roster
 from pd_cluster.request import FinishReason, Phase, Request, SamplingParams
 from pd_cluster.transfer.contract import Arena, Backend, Event, RankEndpoint, Write
 from pd_cluster.transfer.faulty import Faults, FaultyBackend
@@ -45,7 +46,7 @@ def local_backends() -> BackendFactory:
     fabric = LocalFabric()
 
     def make(spec: RankSpec, layout: KvLayout, arena: Arena) -> Backend:
-        return LocalBackend(fabric, spec.epoch, spec.rank, layout, arena)
+        return LocalBackend(fabric, spec.worker_epoch, spec.rank, layout, arena)
 
     return make
 
@@ -191,6 +192,107 @@ class Faulty:
         return counts
 
 
+class ElasticGroup:
+    """What a supervisor does for an elastic engine, when a test tells it to."""
+
+    def __init__(self, cluster: "LocalCluster", shape: EngineShape, lives: dict[int, EngineEpoch]) -> None:
+        self.epoch = new_epoch()
+        self.board = Board()
+        self.generation = -1
+        self._cluster = cluster
+        self._shape = shape
+        self._lives: dict[int, EngineEpoch | None] = dict(lives)
+        self.issue()
+
+    def issue(self, leaving: Iterable[int] = ()) -> int:
+        """The next roster; its generation."""
+        self.generation += 1
+        lives = tuple(self._lives.values())
+        self.board.issue(
+            Roster(
+                generation=self.generation,
+                tensor_parallel=self._shape.tensor_parallel,
+                lives=lives,
+                leaving=frozenset(leaving),
+            )
+        )
+        return self.generation
+
+    def ranks(self, dp_rank: int) -> list[RankServer]:
+        return [rank for rank in self._cluster.ranks if rank.spec.worker_epoch == self._lives[dp_rank]]
+
+    @property
+    def leads(self) -> list[RankServer]:
+        return [self.ranks(dp_rank)[0] for dp_rank, life in self._lives.items() if life is not None]
+
+    async def lose(self, dp_rank: int, release: Callable[[], None] = lambda: None) -> None:
+        """End a member as if it had died: the others hear of it first. `release` lets its engine thread go on, if a
+        test has stopped it somewhere.
+        """
+        ranks = self.ranks(dp_rank)
+        self._lives[dp_rank] = None
+        self._cluster.give_up(ranks)
+        self.issue()
+        await self.formed()
+        release()
+        await self._cluster.bury_members(ranks)
+
+    async def dismiss(self, dp_ranks: list[int], timeout_s: float = 30.0) -> str | None:
+        """Let members leave; why the group refused, or None when they are gone."""
+        generation = self.issue(dp_ranks)
+        await until(lambda: generation in self.board.releases, timeout_s)
+        refused = self.board.releases[generation]
+        if refused is not None:
+            self.issue()
+            return refused
+        ranks = [rank for dp_rank in dp_ranks for rank in self.ranks(dp_rank)]
+        self._lives |= dict.fromkeys(dp_ranks)
+        running = [self._cluster._running[rank] for rank in ranks]
+        self._cluster.give_up(ranks)
+        self.issue()
+        await asyncio.wait_for(asyncio.gather(*running), timeout_s)  # they end by themselves, and in peace
+        await self._cluster.bury_members(ranks)
+        return None
+
+    async def join(self, dp_rank: int) -> None:
+        """A new life of that DP rank: it starts, reports, and is on the next roster."""
+        assert self._lives[dp_rank] is None
+        life = new_epoch()
+        specs = rank_specs(self._shape, self.epoch, self._cluster.config, ("", 0), 1, {dp_rank: life})
+        self.board.reports = {
+            rank: report
+            for rank, report in self.board.reports.items()
+            if rank // self._shape.tensor_parallel != dp_rank
+        }
+        await self._cluster._start_ranks(specs, self.board)
+        self._lives[dp_rank] = life
+        self.issue()
+
+    async def formed(self, timeout_s: float = 30.0) -> None:
+        """Wait until all members compute together, and know of the latest roster."""
+
+        def is_formed() -> bool:
+            for lead in self.leads:
+                generations = lead._sync.generations  # type: ignore[attr-defined]
+                if generations.is_over or generations.roster.generation != self.generation:
+                    return False
+            return True
+
+        await until(is_formed, timeout_s)
+
+    async def placed(self, timeout_s: float = 30.0) -> None:
+        """Wait until, besides, every member has experts."""
+        await self.formed(timeout_s)
+        size = self._shape.tensor_parallel
+
+        def is_placed() -> bool:
+            slots = [lead.engine.expert_slots() for lead in self.leads if lead.engine is not None]
+            live = [lead.spec.rank + tp_rank for lead in self.leads for tp_rank in range(size)]
+            return all(counts == slots[0] and all(counts[rank] for rank in live) for counts in slots)
+
+        await until(is_placed, timeout_s)
+
+
 class LocalCluster:
     """`async with LocalCluster(config) as cluster`. `wrap` may put something around each rank's backend."""
 
@@ -216,6 +318,7 @@ class LocalCluster:
         self._stopped: list[RankServer] = []  # kept, so that a late write still finds their memory
         self._running: dict[RankServer, asyncio.Task[None]] = {}
         self._num_requests = 0
+        self.groups: dict[EngineId, ElasticGroup] = {}
 
     async def __aenter__(self) -> Self:
         await self.router.start()
@@ -224,10 +327,22 @@ class LocalCluster:
         return self
 
     async def _start_engine(self, shape: EngineShape) -> None:
-        board = Board()
+        if not shape.elastic:
+            await self._start_ranks(rank_specs(shape, new_epoch(), self.config, ("", 0), 1), Board())
+            return
+        lives = {dp_rank: new_epoch() for dp_rank in range(shape.data_parallel)}
+        group = self.groups[shape.engine_id] = ElasticGroup(self, shape, lives)
+        await self._start_ranks(rank_specs(shape, group.epoch, self.config, ("", 0), 1, lives), group.board)
+
+    async def _start_ranks(self, specs: Sequence[RankSpec], board: Board) -> None:
         ranks = [
-            RankServer(spec, LocalRendezvous(board), model=self.model, backend_factory=self._backend)
-            for spec in rank_specs(shape, new_epoch(), self.config, ("", 0), 1)
+            RankServer(
+                spec,
+                LocalRendezvous(board, spec.worker_epoch, spec.rank),
+                model=self.model,
+                backend_factory=self._backend,
+            )
+            for spec in specs
         ]
         await asyncio.gather(*(rank.start() for rank in ranks))
         self.ranks += ranks
@@ -246,6 +361,8 @@ class LocalCluster:
         finally:
             await self.router.stop()
             await self._stop(self.ranks)
+            for group in self.groups.values():
+                group.board.close()
 
     async def _stop(self, ranks: list[RankServer]) -> None:
         tasks = [self._running.pop(rank) for rank in ranks]
@@ -269,6 +386,18 @@ class LocalCluster:
         self.ranks = [rank for rank in self.ranks if rank not in ranks]
         self._stopped += ranks
         await self._stop(ranks)
+
+    def give_up(self, ranks: list[RankServer]) -> None:
+        """They count no more."""
+        self.ranks = [rank for rank in self.ranks if rank not in ranks]
+        self._stopped += ranks
+
+    async def bury_members(self, ranks: list[RankServer]) -> None:
+        """End ranks of an elastic engine that were given up, and say that their life is over."""
+        address, life = address_of(ranks[0]), ranks[0].spec.worker_epoch
+        await self._stop(ranks)
+        self.router.remove_worker(address)
+        self.router.pipeline.engine_dead(life)
 
     def bury(self, ranks: list[RankServer]) -> None:
         """What the supervisor says once it has seen every process of an engine dead."""

@@ -41,6 +41,10 @@ TICK_S = 0.25
 CALL_AGAIN_S = 0.05
 
 
+async def _nothing_to_begin(_formed: Formed) -> None:
+    pass
+
+
 class ElasticSync(StepSync):
     """One rank's part. Leads are told of every roster by `issued`.
 
@@ -58,7 +62,7 @@ class ElasticSync(StepSync):
         data_parallel: int,
         tensor_parallel: int,
         clock: Clock,
-        on_begin: Callable[[Formed], Awaitable[None]],
+        on_begin: Callable[[Formed], Awaitable[None]] = _nothing_to_begin,
         standing: Callable[[], bytes] = lambda: b"",
         settle: Callable[[AllMet], bytes] = lambda _met: b"",
         on_running: Callable[[Formed], None] = lambda _formed: None,

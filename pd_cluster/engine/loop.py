@@ -9,7 +9,7 @@ generation ended.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from pd_cluster.engine.step_sync import GenerationOver, Go, Run, StepSync
 from pd_cluster.parallel.transition import Decision
 
 AVERAGE_DECAY = 0.9
+
+T = TypeVar("T")
 
 
 class Role(Protocol):
@@ -72,6 +74,10 @@ class EngineThread:
             before()
         self._engine.launch(plan, step_tokens)
         return self._engine.collect()
+
+    def call(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run `function` between steps."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -32,6 +32,7 @@ from pd_cluster.parallel.codec import CodecName
 from pd_cluster.parallel.dispatch import Dispatcher
 from pd_cluster.parallel.dispatchers import DispatcherName, Traffic, make_dispatcher
 from pd_cluster.parallel.groups import Groups
+from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.parallel.placement import Placement, spread
 from pd_cluster.parallel.slot_table import SlotTable
 from pd_cluster.request import SamplingParams
@@ -124,6 +125,9 @@ class TorchEngine:
         if spans or (self._joins_idle and any(step_tokens)):
             try:
                 logits_SV = self._run(spans)
+                if self._is_void():
+                    self._results.append(StepResult(step=plan.step, sampled=[], void=True))
+                    return
                 for work, span in zip(plan.work, spans, strict=True):
                     self._sequences[work.request_id].num_computed = span.end
                 if self._device.type == "cuda":  # KV that a result speaks of may be read by a NIC: it must be there
@@ -134,6 +138,14 @@ class TorchEngine:
         self._results.append(
             StepResult(step=plan.step, sampled=sampled, compute_s=time.perf_counter() - started_s if spans else 0.0)
         )
+
+    def _is_void(self) -> bool:
+        """Whether results of experts were missing in this step, on any rank of this DP rank."""
+        dispatcher, tp = self.dispatcher, self._groups.tp
+        if not isinstance(dispatcher, NixlDispatcher):
+            return False
+        is_void = dispatcher.take_void()
+        return is_void if tp is None else tp.minimum(int(not is_void), self._device) == 0
 
     def collect(self) -> StepResult:
         return self._results.popleft()
@@ -233,11 +245,11 @@ def build_engine(
     """Load this rank's part of the model and set aside its KV memory. All ranks of an engine call this together.
 
     `groups` says which rank this is (alone without). `num_blocks` None: measured after a step of
-    `max_num_batched_tokens`, and equal on all ranks. `dispatcher`: see `parallel.dispatchers`; `local` plays all ranks
-    of `placement` in this process. `dispatch_dtype`: how tokens travel between ranks. `replica_choice`: whether a
-    token's hash or the counts of its step say which copy of an expert it goes to. `expert_slots_per_rank`: room for
-    experts in every layer, default what the first placement fills. `without_experts`: a rank that joins later and is
-    given its experts then. `eos_token_ids` default to the config's.
+    `max_num_batched_tokens`, and equal on all ranks of a DP rank, or of the engine where these meet. `dispatcher`: see
+    `parallel.dispatchers`; `local` plays all ranks of `placement` in this process. `dispatch_dtype`: how tokens travel
+    between ranks. `replica_choice`: whether a token's hash or the counts of its step say which copy of an expert it
+    goes to. `expert_slots_per_rank`: room for experts in every layer, default what the first placement fills.
+    `without_experts`: a rank that joins later and is given its experts then. `eos_token_ids` default to the config's.
     Raises ConfigError for what does not divide or fit, ModelError from the source.
     """
     groups = groups or Groups()
@@ -280,8 +292,9 @@ def build_engine(
         num_blocks = num_blocks_within(
             layout, free, fraction=memory_fraction, max_bytes=kv_max_bytes, ranks_on_host=ranks_on_host
         )
-        if groups.engine is not None:
-            num_blocks = groups.engine.minimum(num_blocks, device)
+        agreeing = groups.engine or groups.tp
+        if agreeing is not None:
+            num_blocks = agreeing.minimum(num_blocks, device)
     if num_blocks < 1:
         raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
     return TorchEngine(

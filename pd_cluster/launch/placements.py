@@ -43,7 +43,9 @@ def policy_of(section: EngineSection, device: torch.device) -> TriggerPolicy | N
 
 
 class Placements:
-    """Of a rank of an engine whose ranks share experts. `on_failure`: this rank cannot go on."""
+    """Of a rank of an engine whose ranks share experts. `on_failure`: this rank cannot go on; `on_end`: nor can any
+    other.
+    """
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Placements:
         on_failure: Callable[[EngineError], None],
         *,
         is_empty: bool = False,
+        on_end: Callable[[EngineError], None] | None = None,
     ) -> None:
         experts = engine.model.experts
         assert experts is not None
@@ -68,6 +71,7 @@ class Placements:
         self._clock = clock
         self._meeting = meeting
         self._on_failure = on_failure
+        self._on_end = on_end or on_failure
         self._loop = asyncio.get_running_loop()
         self._arena = experts.arenas[spec.rank]
         self._memory: ExpertMemory | None = None
@@ -125,7 +129,7 @@ class Placements:
                 order=self._sync.order,
                 nudge=self._sync.nudge,
                 stats=self.stats,
-                on_failure=self._on_failure,
+                on_failure=self._on_end,
                 policy=policy_of(section, self._arena.device),
             )
         self._sync.steer(self.hub.decide, self.hub.may_run)

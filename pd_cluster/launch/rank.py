@@ -26,18 +26,21 @@ from pd_cluster import log as logs
 from pd_cluster.clock import SystemClock
 from pd_cluster.cpus import bind
 from pd_cluster.devices import CPU_MAX_KV_BYTES, CPU_MEMORY_FRACTION, GPU_MEMORY_FRACTION, device_name, narrow_to_one
+from pd_cluster.engine.elastic_sync import ElasticSync
 from pd_cluster.engine.loop import EngineThread, follow
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.engine.torch_engine import TorchEngine, build_engine
-from pd_cluster.errors import EngineError, PdClusterError
+from pd_cluster.errors import ConfigError, EngineError, PdClusterError
 from pd_cluster.ids import Rank
 from pd_cluster.launch.child import read_spec
 from pd_cluster.launch.meeting import Rendezvous, StoreRendezvous
+from pd_cluster.launch.member import Member
 from pd_cluster.launch.parts import BackendFactory, Part, follower_part, lead_part, nixl_backend
 from pd_cluster.launch.placements import Placements
 from pd_cluster.launch.spec import LEASE_S, RankReport, RankSpec
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
+from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.rpc.addresses import join_address
 from pd_cluster.transfer.contract import Backend, Event, RankEndpoint
 from pd_cluster.transfer.thread import TransferThread
@@ -91,7 +94,8 @@ class RankServer:
         self._backend_factory = backend_factory
         self._choose_device = choose_device
         self._clock = SystemClock()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._joins = False
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -130,28 +134,37 @@ class RankServer:
         if model is None:
             model = await asyncio.to_thread(open_model, spec.config.model.path, spec.config.model.load)
         device = await asyncio.to_thread(self._choose_device, spec)
+        if spec.is_elastic:  # the first roster is there before the first ranks are
+            first = await asyncio.to_thread(self._rendezvous.roster_after, -1)
+            self._joins = first.lives[spec.dp_rank] != spec.life
         groups = await asyncio.to_thread(self._connect_groups, model, device)
         self.engine = engine = await asyncio.to_thread(self._build_engine, model, groups, device)
         self._engine_thread = EngineThread(engine)
         self._exits.callback(self._engine_thread.close)
-        self._sync = StepSync(
-            epoch=spec.epoch,
-            rank=spec.rank,
-            data_parallel=spec.data_parallel,
-            tensor_parallel=spec.tensor_parallel,
-            shared=model.config.moe is not None,
-        )
+        self._sync = self._make_sync(model)
         self._exits.push_async_callback(self._sync.close)
         meeting = self._rendezvous.meeting()
         if model.config.moe is not None and spec.num_ranks > 1:
-            self.placements = Placements(spec, engine, self._sync, self._clock, meeting, self._break)
+            self.placements = Placements(
+                spec,
+                engine,
+                self._sync,
+                self._clock,
+                meeting,
+                self._break,
+                is_empty=self._joins,
+                on_end=self._end_engine if spec.is_elastic else None,
+            )
             self._exits.push_async_callback(self.placements.close)
         await self._sync.start(meeting, spec.bind_host, MEET_TIMEOUT_S)
         if self.placements is not None:
             await self.placements.start()
         self._transfers, endpoint = await self._start_transfers(engine)
-        await meeting.publish(f"endpoint/{spec.rank}", base64.b64encode(msgspec.msgpack.encode(endpoint)).decode())
+        await meeting.publish(
+            self._endpoint_key(spec.rank), base64.b64encode(msgspec.msgpack.encode(endpoint)).decode()
+        )
         endpoints = await self._endpoints(meeting.lookup)
+        member = await self._join_group(engine)
         if not spec.is_lead:
             self.part = follower_part(spec, engine, self._sync, self._transfers, endpoints, self._clock)
             return None
@@ -167,13 +180,15 @@ class RankServer:
             None if self.placements is None else self.placements.epochs,
             lambda: None if self.placements is None else self.placements.status(),
         )
+        if member is not None:
+            member.worker = self.part.worker
         assert self.part.server is not None
         port = await self.part.server.start()
         self._exits.push_async_callback(self.part.server.stop, 0.2)
         return port
 
     async def run(self) -> None:
-        """Step until cancelled. Raises EngineError when this rank can go on no longer."""
+        """Step until cancelled, or until its group needs it no longer. Raises EngineError when it cannot go on."""
         assert self.part is not None
         part = self.part
         if part.loop is not None:
@@ -183,7 +198,7 @@ class RankServer:
             stepping = follow(self._engine_thread, self._sync, part.on_tell, epochs)
         tasks = [
             asyncio.ensure_future(work)
-            for work in (stepping, self._tick(part), self._watch_lease(), asyncio.shield(self._broken))
+            for work in (stepping, self._tick(part), self._watch_lease(), asyncio.shield(self._ended))
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -199,10 +214,59 @@ class RankServer:
 
     # ---- parts of the start
 
+    def _endpoint_key(self, rank: Rank) -> str:
+        """Where a rank of this worker says how KV is written to it."""
+        life = self.spec.life
+        return f"endpoint/{rank}" if life is None else f"endpoint/{life}/{rank}"
+
+    def _make_sync(self, model: LoadedModel) -> StepSync:
+        spec = self.spec
+        if spec.life is None:
+            return StepSync(
+                epoch=spec.epoch,
+                rank=spec.rank,
+                data_parallel=spec.data_parallel,
+                tensor_parallel=spec.tensor_parallel,
+                shared=model.config.moe is not None,
+            )
+        return ElasticSync(
+            epoch=spec.epoch,
+            life=spec.life,
+            rank=spec.rank,
+            data_parallel=spec.data_parallel,
+            tensor_parallel=spec.tensor_parallel,
+            clock=self._clock,
+        )
+
+    async def _join_group(self, engine: TorchEngine) -> Member | None:
+        """Of an elastic engine: be a member as soon as a roster says so."""
+        if not isinstance(self._sync, ElasticSync):
+            return None
+        assert isinstance(engine.dispatcher, NixlDispatcher)
+        assert self.placements is not None
+        self._exits.callback(engine.dispatcher.close)
+        member = Member(
+            self.spec,
+            self._rendezvous,
+            engine.dispatcher,
+            self._engine_thread,
+            self._sync,
+            self.placements,
+            on_failure=self._break,
+            on_left=self._left,
+        )
+        self._exits.push_async_callback(member.close)
+        await member.start()
+        return member
+
     def _connect_groups(self, model: LoadedModel, device: torch.device) -> Groups:
         """The ranks to compute with; DP ranks of a model without experts are strangers to each other."""
         spec = self.spec
         shared = model.config.moe is not None
+        if spec.is_elastic and not shared:
+            raise ConfigError(
+                f"the nixl dispatcher is for models with experts, and {model.config.architecture} has none"
+            )
         if spec.num_ranks == 1 or (not shared and spec.tensor_parallel == 1):
             return Groups()
         return Groups.connect(
@@ -212,7 +276,8 @@ class RankServer:
             data_parallel=spec.data_parallel if shared else 1,
             device=device,
             timeout_s=MEET_TIMEOUT_S,
-            name=f"{spec.epoch}/groups" if shared else f"{spec.epoch}/groups/{spec.dp_rank}",
+            name=f"{spec.worker_epoch}/groups" if shared else f"{spec.epoch}/groups/{spec.dp_rank}",
+            elastic=spec.is_elastic,
         )
 
     def _build_engine(self, model: LoadedModel, groups: Groups, device: torch.device) -> TorchEngine:
@@ -236,6 +301,7 @@ class RankServer:
             dispatch_dtype=section.dispatch_dtype if section.data_parallel > 1 else "auto",
             replica_choice=section.replica_choice,
             expert_slots_per_rank=section.expert_slots_per_rank,
+            without_experts=self._joins,
             eos_token_ids=model.eos_token_ids,
             progress=lambda done, total: self._rendezvous.progress("weights", done, total),
         )
@@ -267,7 +333,8 @@ class RankServer:
     async def _endpoints(self, lookup: Callable[[str], Awaitable[str]]) -> list[RankEndpoint]:
         """Of all TP ranks of this worker, in order."""
         first = self.spec.dp_rank * self.spec.tensor_parallel
-        found = [await lookup(f"endpoint/{first + tp_rank}") for tp_rank in range(self.spec.tensor_parallel)]
+        ranks = [Rank(first + tp_rank) for tp_rank in range(self.spec.tensor_parallel)]
+        found = [await lookup(self._endpoint_key(rank)) for rank in ranks]
         return [msgspec.msgpack.decode(base64.b64decode(text), type=RankEndpoint) for text in found]
 
     # ---- while it runs
@@ -277,8 +344,17 @@ class RankServer:
             self.part.on_events(events)
 
     def _break(self, error: EngineError) -> None:
-        if not self._broken.done():
-            self._broken.set_exception(error)
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _end_engine(self, error: EngineError) -> None:
+        """Of an elastic engine: without this rank the others cannot go on either."""
+        self._rendezvous.end_engine(error.message)
+        self._break(error)
+
+    def _left(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     async def _tick(self, part: Part) -> None:
         while True:

@@ -42,7 +42,6 @@ class RankSpec(Struct, frozen=True, kw_only=True):
     bind_host: str = "127.0.0.1"  # where the rank listens, and what its peers dial
     control_host: str | None = None  # where a lead listens for routers; default: bind_host
     control_port: int = 0
-    joins: bool = False  # a group that computes already: it loads no experts, and is given some once it is a member
     backend: Literal["nixl"] = "nixl"
     threads: int = 1
     ranks_on_host: int = 1  # they share the memory and cores of their host

@@ -182,11 +182,12 @@ class NixlDispatcher:
         return void
 
     def suspects(self) -> list[Rank]:
-        """Ranks waited for longer than SUSPECT_S right now."""
+        """Ranks waited for longer than SUSPECT_S right now, or to which the connection broke."""
+        suspected = set(self.posts.broken & self._live)
         waiting = self._waiting
-        if waiting is None or time.monotonic() - waiting[0] < SUSPECT_S:
-            return []
-        return [Rank(rank) for rank in np.nonzero(waiting[1] == AWAITED)[0].tolist()]
+        if waiting is not None and time.monotonic() - waiting[0] >= SUSPECT_S:
+            suspected.update(np.nonzero(waiting[1] == AWAITED)[0].tolist())
+        return [Rank(rank) for rank in sorted(suspected)]
 
     def close(self) -> None:
         """When no live peer writes here any more."""
