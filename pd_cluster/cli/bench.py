@@ -140,6 +140,23 @@ Threads = Annotated[int, typer.Option(help="Of the engine, in this process.", mi
 
 @app.command()
 @edge.guard
+def swaps(
+    ranks: Annotated[int, typer.Option(help="Ranks, each a process of this host.", min=2)] = 4,
+    batch: Annotated[int, typer.Option(help="Sequences that decode on each.", min=1)] = 8,
+    num_swaps: Annotated[int, typer.Option(help="Exchanges of experts under way.", min=1)] = 10,
+    exchanged: Annotated[int, typer.Option(help="Pairs of experts in each layer, for every one.", min=1)] = 4,
+    json: options.AsJson = False,
+) -> None:
+    """Steps while experts move between ranks, against those in between: the demo model, and one of larger experts."""
+    from pd_cluster.bench.swaps import Load, run
+
+    for model in ("demo", "larger"):
+        load = Load(num_ranks=ranks, batch=batch, model=model, num_swaps=num_swaps, exchanged=exchanged)
+        _print(run(load), json)
+
+
+@app.command()
+@edge.guard
 def engine(
     model: Annotated[str, typer.Option(help="A dense model: a directory, a .gguf file or a hub id.")],
     context: Annotated[int, typer.Option(help="Tokens of KV before a decode step.", min=1)] = 256,

@@ -95,6 +95,7 @@ class EpochHub:
         self._num_retries = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_sound = True
+        self._idle = asyncio.Event()
 
     @property
     def placement(self) -> Placement:
@@ -222,6 +223,17 @@ class EpochHub:
 
     # ---- stages
 
+    async def change(self, stages: list[Stage]) -> None:
+        """Go through stages that follow each other and the current placement; returns when they are committed or the
+        change was abandoned, which `stats` tells apart. Only while idle.
+        """
+        assert self.is_idle, "another change is on"
+        self._stages.extend(stages)
+        self._next_stage()
+        while not self.is_idle:
+            self._idle.clear()
+            await self._idle.wait()
+
     def _next_stage(self) -> None:
         if self._ballot is not None or self._planning is not None or self._voting is not None:
             return
@@ -246,6 +258,7 @@ class EpochHub:
 
     def _settled(self) -> None:
         """No stage is left: is anything still to be done?"""
+        self._idle.set()
         is_wanted = self._wanted is not None and not self._wanted.done()
         if not self._is_sound or (is_wanted and (self._is_asked or not self._is_where_wanted())):
             self._plan(self._move())
@@ -276,6 +289,7 @@ class EpochHub:
 
     def _give_up(self, error: PdClusterError) -> None:
         self.stats.last_reason = error.message
+        self._idle.set()
         if not self._is_sound:
             message = f"experts were lost with their ranks and cannot be brought back: {error.message}"
             self._on_failure(EngineError(message))

@@ -49,9 +49,8 @@ class Group:
     async def go_to(self, wanted: Placement) -> int:
         """Through stages to `wanted`; how many there were."""
         path = stages(self.hub.placement, wanted, max_loads_per_rank=8)
-        self.hub._stages.extend(Stage(stage, [{} for _ in stage.layers]) for stage in path)
-        self.hub._next_stage()
-        await until(lambda: self.hub.is_idle)
+        async with asyncio.timeout(20):
+            await self.hub.change([Stage(stage, [{} for _ in stage.layers]) for stage in path])
         return len(path)
 
     async def until_settled(self) -> None:
