@@ -23,6 +23,7 @@ from pd_cluster.ids import BlockId, Rank, RequestId
 from pd_cluster.kv.layout import KvFingerprint, KvLayout
 from pd_cluster.model.batch import Int64, Span
 from pd_cluster.model.config import Dtype, ModelConfig
+from pd_cluster.model.halves import MicroBatches, halve, in_turns, takes_halves
 from pd_cluster.model.loader import Progress, load_transformer
 from pd_cluster.model.sampler import Sampler, SampleRow
 from pd_cluster.model.step_map import ReplicaChoice, choose_by_step
@@ -83,6 +84,7 @@ class TorchEngine:
         fingerprint: KvFingerprint,
         max_model_len: int,
         placement: Placement | None = None,
+        micro_batches: MicroBatches = "off",
     ) -> None:
         self.model = model
         self.arena = arena
@@ -97,6 +99,9 @@ class TorchEngine:
         self._device = arena.device
         # only ranks that exchange tokens need each other's steps
         self._joins_idle = groups.dp_size > 1 and bool(model.moe_layers)
+        dispatcher = self.dispatcher
+        exchanges = dispatcher is not None and not dispatcher.replicated
+        self._halves = micro_batches == "auto" and exchanges and arena.device.type == "cpu"
         self._sequences: dict[RequestId, _Sequence] = {}
         self._results: deque[StepResult] = deque()
 
@@ -124,7 +129,7 @@ class TorchEngine:
         sampled: list[Sampled] = []
         if spans or (self._joins_idle and any(step_tokens)):
             try:
-                logits_SV = self._run(spans)
+                logits_SV = self._run(spans, step_tokens)
                 if self._is_void():
                     self._results.append(StepResult(step=plan.step, sampled=[], void=True))
                     return
@@ -183,14 +188,21 @@ class TorchEngine:
         ]
 
     @torch.inference_mode()
-    def _run(self, spans: list[Span]) -> Tensor:
+    def _run(self, spans: list[Span], step_tokens: list[int]) -> Tensor:
         """float32 [S, V] logits of the spans that sample, in their order."""
-        batch = self.model.batch(spans, self._device)
-        self.arena.clear_units(batch.open_units)
-        hidden_TH = self.model(batch, self.arena.layers)
-        if not len(batch.sample_rows):
+        parts = halve(spans) if self._halves and takes_halves(step_tokens) else [spans]
+        batches = [self.model.batch(part, self._device) for part in parts]
+        for batch in batches:
+            self.arena.clear_units(batch.open_units)
+        if len(batches) == 1:
+            hidden = [self.model(batches[0], self.arena.layers)]
+        else:
+            hidden = in_turns([self.model.stages(batch, self.arena.layers) for batch in batches])
+        sampled = [h.index_select(0, batch.sample_rows) for h, batch in zip(hidden, batches, strict=True)]
+        hidden_SH = sampled[0] if len(sampled) == 1 else torch.cat(sampled)
+        if not len(hidden_SH):
             return torch.zeros((0, self.vocab_size), device=self._device)
-        return self.model.logits(hidden_TH.index_select(0, batch.sample_rows))
+        return self.model.logits(hidden_SH)
 
     def _known(self, request_id: RequestId) -> RequestId:
         if request_id not in self._sequences:
@@ -237,6 +249,7 @@ def build_engine(
     placement: Placement | None = None,
     dispatcher: DispatcherName = "auto",
     dispatch_dtype: CodecName = "auto",
+    micro_batches: MicroBatches = "off",
     replica_choice: ReplicaChoice = "hash",
     eos_token_ids: tuple[int, ...] | None = None,
     device: torch.device | None = None,
@@ -309,6 +322,7 @@ def build_engine(
         fingerprint=fingerprint_of(config, layout, source),
         max_model_len=choose_max_model_len(max_model_len, config.max_position_embeddings, num_blocks, block_size),
         placement=placement,
+        micro_batches=micro_batches,
     )
 
 

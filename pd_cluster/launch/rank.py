@@ -299,6 +299,7 @@ class RankServer:
             redundant_experts=section.redundant_experts,
             dispatcher=section.dispatcher if section.data_parallel > 1 else "auto",
             dispatch_dtype=section.dispatch_dtype if section.data_parallel > 1 else "auto",
+            micro_batches=section.micro_batches,
             replica_choice=section.replica_choice,
             expert_slots_per_rank=section.expert_slots_per_rank,
             without_experts=self._joins,

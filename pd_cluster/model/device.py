@@ -31,6 +31,7 @@ from pd_cluster.model.batch import Batch, Span, build_segments
 from pd_cluster.model.config import MoeConfig
 from pd_cluster.model.device_batch import DecodeGraphs, DeviceBatch, device_batch
 from pd_cluster.model.gqa import Gqa
+from pd_cluster.model.halves import Stages
 from pd_cluster.model.linear import multiply
 from pd_cluster.model.mla import Mla, absorbing_is_cheaper
 from pd_cluster.model.mlp import DenseMlp
@@ -156,7 +157,7 @@ class DeviceMoe(Moe):
         self._rule = gate_rule(plain.gate.config)
         self._uncounted_E = torch.zeros_like(self.load_E)
 
-    def _route(self, x_TH: Tensor, mix_T: Tensor, start: int, end: int) -> Tensor:
+    def _route(self, x_TH: Tensor, mix_T: Tensor, start: int, end: int) -> Stages:
         dispatcher = self.dispatcher
         counts_here = not (dispatcher.replicated and self.tp is not None and self.tp.rank)
         logits_TE = multiply(x_TH.float(), self.gate.weight_EH)
@@ -172,8 +173,11 @@ class DeviceMoe(Moe):
             return self._here(x_TH, slots_TK, weights_TK, dispatcher, start, end)
         combining = dispatcher.dispatch(self.layer, x_TH, slots_TK, weights_TK)
         shared = self.shared(x_TH[start:end]) if self.shared is not None and end > start else None
+        yield
         outputs = [self.experts[arrived.rank](arrived) for arrived in combining.arrived()]
-        routed = combining.combine(outputs)
+        combining.reply(outputs)
+        yield
+        routed = combining.total()
         return routed if shared is None else routed.add_(shared)
 
     def _here(

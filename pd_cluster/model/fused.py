@@ -23,6 +23,7 @@ from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig
 from pd_cluster.model.expert_arena import ExpertArena, PackedForm
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.gqa import Gqa
+from pd_cluster.model.halves import Stages, finish
 from pd_cluster.model.linear import RowLinear, Vocabulary
 from pd_cluster.model.mla import Mla, PrefillForm, absorbing_is_cheaper
 from pd_cluster.model.mlp import DenseMlp
@@ -303,15 +304,17 @@ class FusedMoe:
                 load=moe.load_E.data_ptr(),
             )
 
-    def add(self, x_TH: Tensor, mix_T: Tensor) -> None:
+    def stages(self, x_TH: Tensor, mix_T: Tensor) -> Stages:
+        """Adds to `x_TH` and returns it."""
         T, H = x_TH.shape
         threads = torch.get_num_threads()
         if self._struct is not None:
             self._library.moe_layer(byref(self._struct), T, x_TH.data_ptr(), threads)
-            return
+            return x_TH
         normed_TH = torch.empty_like(x_TH)
         self._library.norm_layer(byref(self._norm), x_TH.data_ptr(), H, T, normed_TH.data_ptr(), threads)
-        x_TH += self.moe(normed_TH, mix_T)
+        x_TH += yield from self.moe.stages(normed_TH, mix_T)
+        return x_TH
 
 
 class FusedLayer:
@@ -335,12 +338,17 @@ class FusedLayer:
         return self.fused_mlp.moe if isinstance(self.fused_mlp, FusedMoe) else self.fused_mlp
 
     def __call__(self, x_TH: Tensor, step: native.Step | None, mix_T: Tensor, pages: GqaPages | MlaPages) -> None:
+        finish(self.stages(x_TH, step, mix_T, pages))
+
+    def stages(self, x_TH: Tensor, step: native.Step | None, mix_T: Tensor, pages: GqaPages | MlaPages) -> Stages:
+        """Changes `x_TH` and returns it."""
         if step is not None:
             self.attention(x_TH, step, pages)
         if isinstance(self.fused_mlp, FusedMoe):
-            self.fused_mlp.add(x_TH, mix_T)
-        elif step is not None:
+            return (yield from self.fused_mlp.stages(x_TH, mix_T))
+        if step is not None:
             self.fused_mlp.add(x_TH)
+        return x_TH
 
 
 class FusedTransformer(Transformer):
@@ -387,7 +395,7 @@ class FusedTransformer(Transformer):
         first = self.layers[0].attention
         return build_segments(spans, first.expands if isinstance(first, FusedMla) else None)
 
-    def __call__(self, batch: Batch, pages: Sequence[GqaPages | MlaPages]) -> Tensor:
+    def stages(self, batch: Batch, pages: Sequence[GqaPages | MlaPages]) -> Stages:
         """See `Transformer`."""
         x_TH = self.vocabulary.embed(batch.token_ids_T)
         mix_T = token_mix(batch.token_ids_T, batch.positions_T)
@@ -396,7 +404,7 @@ class FusedTransformer(Transformer):
             angles = self.rope.angles(batch.positions_T)
             step = _step(batch, angles)
         for layer, layer_pages in zip(self.layers, pages, strict=True):
-            layer(x_TH, step, mix_T, layer_pages)
+            yield from layer.stages(x_TH, step, mix_T, layer_pages)
         return x_TH
 
     def logits(self, hidden_SH: Tensor) -> Tensor:

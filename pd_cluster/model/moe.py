@@ -17,6 +17,7 @@ from torch import Tensor
 from pd_cluster.errors import EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.model.config import MoeConfig
+from pd_cluster.model.halves import Stages, finish
 from pd_cluster.model.linear import multiply
 from pd_cluster.model.mlp import gated
 from pd_cluster.parallel.dispatch import Arrived, Dispatcher
@@ -118,28 +119,34 @@ class Moe:
 
     def __call__(self, x_TH: Tensor, mix_T: Tensor) -> Tensor:
         """[T, H], the same on all tensor-parallel ranks. T may be 0; every rank of the engine must call."""
+        return finish(self.stages(x_TH, mix_T))
+
+    def stages(self, x_TH: Tensor, mix_T: Tensor) -> Stages:
+        """The same with a pause behind what is sent."""
         if self.tp is None:
-            return self._route(x_TH, mix_T, 0, len(x_TH))
+            return (yield from self._route(x_TH, mix_T, 0, len(x_TH)))
         start, end = share(len(x_TH), self.tp.rank, self.tp.size)
         if self.dispatcher.replicated:
-            return self._route(x_TH, mix_T, start, end)
+            return (yield from self._route(x_TH, mix_T, start, end))
         own = x_TH[start:end]
-        routed = self._route(own, mix_T[start:end], 0, len(own))
+        routed = yield from self._route(own, mix_T[start:end], 0, len(own))
         return self.tp.all_gather_rows(routed, share_counts(len(x_TH), self.tp.size))
 
-    def _route(self, x_TH: Tensor, mix_T: Tensor, start: int, end: int) -> Tensor:
+    def _route(self, x_TH: Tensor, mix_T: Tensor, start: int, end: int) -> Stages:
         """Rows [start, end) get the shared expert's output here."""
         experts_TK, weights_TK = self.gate(x_TH)
         self._count(experts_TK)
         combining = self.dispatcher.dispatch(self.layer, x_TH, self.choice(experts_TK, mix_T), weights_TK)
         shared = self.shared(x_TH[start:end]) if self.shared is not None and end > start else None
+        yield
         outputs = [self.experts[arrived.rank](arrived) for arrived in combining.arrived()]
-        if not self.dispatcher.replicated:
-            routed = combining.combine(outputs)
-            return routed if shared is None else routed.add_(shared)
-        if shared is not None:
+        if self.dispatcher.replicated and shared is not None:
             outputs[0][start:end] += shared
-        return combining.combine(outputs)
+            shared = None
+        combining.reply(outputs)
+        yield
+        routed = combining.total()
+        return routed if shared is None else routed.add_(shared)
 
     def _count(self, experts_TK: Tensor) -> None:
         if self.dispatcher.replicated and self.tp is not None and self.tp.rank:

@@ -16,6 +16,7 @@ from pd_cluster.model.batch import Batch, KvHeads, Span, build_batch
 from pd_cluster.model.config import ModelConfig
 from pd_cluster.model.expert_store import Experts
 from pd_cluster.model.gqa import Gqa
+from pd_cluster.model.halves import Stages, finish
 from pd_cluster.model.linear import Vocabulary
 from pd_cluster.model.mla import Mla
 from pd_cluster.model.mlp import DenseMlp
@@ -34,13 +35,15 @@ class Layer:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def __call__(
+    def stages(
         self, x_TH: Tensor, batch: Batch, angles: Angles | None, mix_T: Tensor, pages: GqaPages | MlaPages
-    ) -> Tensor:
+    ) -> Stages:
         if angles is not None:
             x_TH = x_TH + self.attention(self.attention_norm(x_TH), batch, angles, pages)
         normed = self.mlp_norm(x_TH)
-        return x_TH + (self.mlp(normed, mix_T) if isinstance(self.mlp, Moe) else self.mlp(normed))
+        if isinstance(self.mlp, Moe):
+            return x_TH + (yield from self.mlp.stages(normed, mix_T))
+        return x_TH + self.mlp(normed)
 
 
 class Transformer:
@@ -80,12 +83,16 @@ class Transformer:
 
         An empty batch goes through the expert layers only, which all ranks of an engine enter together.
         """
+        return finish(self.stages(batch, pages))
+
+    def stages(self, batch: Batch, pages: Sequence[GqaPages | MlaPages]) -> Stages:
+        """The same with a pause behind whatever the expert layers send."""
         x_TH = self.vocabulary.embed(batch.token_ids_T)
         mix_T = token_mix(batch.token_ids_T, batch.positions_T)
         angles = self.rope.angles(batch.positions_T) if batch.num_tokens else None
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             if batch.num_tokens or isinstance(layer.mlp, Moe):
-                x_TH = layer(x_TH, batch, angles, mix_T, layer_pages)
+                x_TH = yield from layer.stages(x_TH, batch, angles, mix_T, layer_pages)
         return x_TH
 
     def logits(self, hidden_SH: Tensor) -> Tensor:

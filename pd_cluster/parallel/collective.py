@@ -40,6 +40,7 @@ class CollectiveCombining:
         self._hidden_TH = hidden_TH
         self._packed = packed
         self._received_copies: list[int] = []
+        self._output_RH: Tensor | None = None
 
     def arrived(self) -> list[Arrived]:
         packed, group, codec = self._packed, self._dispatcher.group, self._dispatcher.codec
@@ -70,12 +71,19 @@ class CollectiveCombining:
         dispatcher = self._dispatcher
         return unpack(dispatcher.ranks[0], hidden, row, slot, weight, copies, pairs, dispatcher.slots_per_rank)
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        (output_RH,) = outputs
-        group = self._dispatcher.group
+    def reply(self, outputs: list[Tensor]) -> None:
+        (self._output_RH,) = outputs
+
+    def total(self) -> Tensor:
+        output_RH, group = self._output_RH, self._dispatcher.group
+        assert output_RH is not None
         if group is not None:
             output_RH = group.all_to_all_rows(output_RH, self._received_copies, self._packed.copy_counts)
         return add_up(self._packed, output_RH)
+
+    def combine(self, outputs: list[Tensor]) -> Tensor:
+        self.reply(outputs)
+        return self.total()
 
 
 def _exchange_counts(group: Group, packed: Packed, device: torch.device) -> tuple[list[int], list[int]]:

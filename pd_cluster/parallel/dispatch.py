@@ -46,8 +46,14 @@ class Combining(Protocol):
     def arrived(self) -> list[Arrived]:
         """Wait for the rows; one entry for each rank in this process."""
 
+    def reply(self, outputs: list[Tensor]) -> None:
+        """Begin to send each rank's [R, H] weighted sums home. Until `total` another exchange may begin."""
+
+    def total(self) -> Tensor:
+        """Wait for the sums and add them up: [T, H] in the dtype of the rows."""
+
     def combine(self, outputs: list[Tensor]) -> Tensor:
-        """Send each rank's [R, H] weighted sums home and add them up: [T, H] in the dtype of the rows."""
+        """`reply`, then `total`."""
 
 
 class Dispatcher(Protocol):

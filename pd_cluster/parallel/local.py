@@ -42,6 +42,7 @@ class LocalCombining:
         rows_TB = dispatcher.codec.encode(hidden_TH)
         self._sent_RB = torch.cat([rows_TB[a:b][p.token_C] for (a, b), p in zip(shares, packed, strict=True)])
         self._copy_counts = [p.copy_counts for p in packed]
+        self._outputs: list[Tensor] = []
 
     def arrived(self) -> list[Arrived]:
         packed = self._packed
@@ -73,10 +74,13 @@ class LocalCombining:
             row, pair = next_row, next_pair
         return result
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
+    def reply(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def total(self) -> Tensor:
         backwards = [list(counts) for counts in zip(*self._copy_counts, strict=True)]
         rows, _ = exchange(backwards)
-        results_RH = torch.cat(outputs)
+        results_RH = torch.cat(self._outputs)
         returned_RH = results_RH[rows.to(results_RH.device)]
         sums = []
         first = 0
@@ -85,6 +89,10 @@ class LocalCombining:
             sums.append(add_up(packed, returned_RH[first:last]))
             first = last
         return torch.cat(sums)
+
+    def combine(self, outputs: list[Tensor]) -> Tensor:
+        self.reply(outputs)
+        return self.total()
 
 
 def exchange(counts: list[list[int]]) -> tuple[Tensor, list[list[int]]]:

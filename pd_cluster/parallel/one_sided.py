@@ -271,6 +271,7 @@ class OneSidedCombining:
         num_ranks = dispatcher.num_ranks
         self._state = np.zeros(num_ranks, np.uint8)
         self._counts = np.zeros((num_ranks, 2), np.int64)
+        self._own_RH: Tensor | None = None
         dispatcher.reserve(parity, DISPATCH)
         self._sent = dispatcher.wire.pack(hidden_TH.cpu(), slots_TK.cpu(), weights_TK.cpu(), tag, parity)
         dispatcher.write(parity, DISPATCH, self._sent.num_bytes)
@@ -290,7 +291,7 @@ class OneSidedCombining:
             )
         ]
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
+    def reply(self, outputs: list[Tensor]) -> None:
         (output_RH,) = outputs
         output_RH = output_RH.cpu()
         dispatcher, parity, tag = self._dispatcher, self._parity, self._tag
@@ -299,11 +300,19 @@ class OneSidedCombining:
         num_bytes = dispatcher.wire.reply(parity, tag, self._state, self._counts, output_RH)
         dispatcher.write(parity, COMBINE, num_bytes)
         first = int(self._counts[:own, 0].sum())
-        own_RH = output_RH[first : first + int(self._counts[own, 0])]
+        self._own_RH = output_RH[first : first + int(self._counts[own, 0])]
+
+    def total(self) -> Tensor:
+        assert self._own_RH is not None
+        dispatcher, parity, tag = self._dispatcher, self._parity, self._tag
         state = np.zeros_like(self._state)
-        state[own] = ARRIVED
+        state[int(dispatcher.ranks[0])] = ARRIVED
         dispatcher.wait(COMBINE, parity, tag, state, np.zeros_like(self._counts))
-        out_TH, num_missing = dispatcher.wire.add(parity, tag, state, self._sent, own_RH)
+        out_TH, num_missing = dispatcher.wire.add(parity, tag, state, self._sent, self._own_RH)
         if num_missing:
             dispatcher.lose_rows()
         return out_TH.to(self._device)
+
+    def combine(self, outputs: list[Tensor]) -> Tensor:
+        self.reply(outputs)
+        return self.total()

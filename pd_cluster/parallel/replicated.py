@@ -48,12 +48,20 @@ class ReplicatedCombining:
     def __init__(self, arrived: Arrived, dispatcher: ReplicatedDispatcher) -> None:
         self._arrived = arrived
         self._dispatcher = dispatcher
+        self._outputs: list[Tensor] = []
 
     def arrived(self) -> list[Arrived]:
         return [self._arrived]
 
+    def reply(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+
+    def total(self) -> Tensor:
+        return self._dispatcher.add_ranks(self._outputs[0])
+
     def combine(self, outputs: list[Tensor]) -> Tensor:
-        return self._dispatcher.add_ranks(outputs[0])
+        self.reply(outputs)
+        return self.total()
 
 
 def single_rank(num_slots: int) -> ReplicatedDispatcher:
