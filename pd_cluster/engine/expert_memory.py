@@ -135,6 +135,8 @@ class ExpertMemory:
         try:
             if self.arena.device.type == "cuda":
                 torch.cuda.set_device(self.arena.device)
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                torch.cuda.set_stream(stream)  # copies wait for no step, and no step for them
             try:
                 reader = self._make_reader(self._buffers.view(-1))
                 self._endpoint = reader.endpoint()

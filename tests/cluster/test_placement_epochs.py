@@ -92,9 +92,9 @@ async def answers(cluster: LocalCluster) -> list[Output]:
     return await cluster.all_greedy(PROMPTS, max_tokens=40, logprobs=2)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-async def test_swaps_under_traffic_change_no_token(tp: int) -> None:
-    async with LocalCluster(config(tp)) as cluster:
+@pytest.mark.parametrize(("tp", "dispatcher"), [(1, "auto"), (2, "auto"), (1, "nixl"), (2, "nixl")])
+async def test_swaps_under_traffic_change_no_token(tp: int, dispatcher: str) -> None:
+    async with LocalCluster(config(tp, decode__dispatcher=dispatcher)) as cluster:
         expected = await answers(cluster)
         group = Group(cluster)
         running = asyncio.ensure_future(answers(cluster))
