@@ -1,7 +1,18 @@
 """What people see of experts: the same numbers in the status, in `status` and `top`, and for Prometheus."""
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
 
 import msgspec
 import numpy as np
@@ -99,6 +110,35 @@ async def test_status_and_top_fit_80_columns_and_show_the_least_even_layer_first
 async def test_top_shows_as_many_layers_as_asked_for(system: System) -> None:
     out = await run(system, "top", "--once", "--interval", "0.1", "--layers", "1", columns=160)
     assert out.count("  layer ") == 1
+
+
+async def test_top_on_a_terminal_goes_on_with_the_cluster_until_ctrl_c(system: System) -> None:
+    def watch() -> int:
+        terminal, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+        command = [sys.executable, "-m", "pd_cluster.cli.main", "top", "--interval", "0.1", "--address"]
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+        process = subprocess.Popen([*command, system.grpc_address], stdin=inner, stdout=inner, env=environment)
+        os.close(inner)
+        seen, deadline_s = "", time.monotonic() + 30
+        waits_for = ["decode-0 +1.084 +12 +11 ", "decode-0 +1.084 +13 +12 "]
+        while waits_for and time.monotonic() < deadline_s:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+            if re.search(waits_for[0], re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+                waits_for.pop(0)
+                for worker in system.workers[1:]:
+                    reports(worker, msgspec.structs.replace(STATUS, epoch=13, num_swaps=12))
+        process.send_signal(signal.SIGINT)
+        while select.select([terminal], [], [], 0.1)[0] or process.poll() is None:
+            try:
+                os.read(terminal, 65536)
+            except OSError:  # it is gone
+                break
+        os.close(terminal)
+        assert not waits_for, seen[-2000:]
+        return process.wait(10)
+
+    assert await asyncio.to_thread(watch) == 130
 
 
 async def test_prometheus_gets_a_series_for_each_engine_and_layer(system: System) -> None:
