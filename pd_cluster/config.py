@@ -56,7 +56,8 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         3.0  # who can still have a first token in time is prefilled first; 0: first come, first served
     )
     redundant_experts: int = 0
-    dispatcher: Literal["auto", "collective", "nixl"] = "auto"  # between DP ranks that share experts
+    # between DP ranks that share experts; the last two on GPUs, where the library of that name is installed
+    dispatcher: Literal["auto", "collective", "nixl", "deepep", "nixl_ep"] = "auto"
     dispatch_dtype: Literal["auto", "fp8"] = "auto"  # how tokens travel there: as they are, or in half the bytes
     micro_batches: Literal["auto", "off"] = "off"  # large steps in two halves: one's tokens travel, the other's compute
     replica_choice: Literal["hash", "step"] = "hash"  # among copies of an expert; step: by the counts of each step

@@ -282,6 +282,7 @@ def build_engine(
             hidden_size=config.hidden_size,
             dtype=getattr(torch, dtype),
             codec=dispatch_dtype,
+            device=device,
         )
         chosen = make_dispatcher(dispatcher, groups, placement, traffic)
     model = load_transformer(

@@ -6,6 +6,8 @@
 | `collective` | any                               | torch.distributed all-to-all            |
 | `nixl`       | any, and they may come and go     | one-sided writes into peers' buffers    |
 | `local`      | virtual ones, all in this process | a permutation                           |
+| `deepep`     | any, on GPUs                      | the library of this name                |
+| `nixl_ep`    | any, on GPUs                      | the library of this name                |
 
 `auto` is `replicated` for one DP rank, else `collective`.
 """
@@ -18,6 +20,7 @@ from msgspec import Struct
 from pd_cluster.errors import ConfigError
 from pd_cluster.parallel.codec import CodecName, codec_of
 from pd_cluster.parallel.collective import CollectiveDispatcher
+from pd_cluster.parallel.device_dispatch import Sizes, open_device_dispatcher
 from pd_cluster.parallel.dispatch import Dispatcher
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.parallel.local import LocalDispatcher
@@ -25,7 +28,9 @@ from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.parallel.placement import Placement
 from pd_cluster.parallel.replicated import ReplicatedDispatcher
 
-DispatcherName = Literal["auto", "replicated", "collective", "local", "nixl"]
+CPU = torch.device("cpu")
+
+DispatcherName = Literal["auto", "replicated", "collective", "local", "nixl", "deepep", "nixl_ep"]
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
@@ -36,6 +41,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     hidden_size: int
     dtype: torch.dtype
     codec: CodecName = "auto"
+    device: torch.device = CPU
 
 
 def make_dispatcher(name: DispatcherName, groups: Groups, placement: Placement, traffic: Traffic) -> Dispatcher:
@@ -47,12 +53,24 @@ def make_dispatcher(name: DispatcherName, groups: Groups, placement: Placement, 
         return LocalDispatcher(placement.num_ranks, placement.slots_per_rank, codec)
     if placement.num_ranks != groups.num_ranks:
         raise ConfigError(f"the placement is for {placement.num_ranks} ranks, the engine has {groups.num_ranks}")
+    max_tokens = -(-traffic.max_tokens // groups.tp_size)
+    if name in ("deepep", "nixl_ep"):
+        if traffic.dtype is not torch.bfloat16:
+            raise ConfigError(f'dispatcher = "{name}" sends bfloat16, but the model runs in {traffic.dtype}')
+        sizes = Sizes(
+            num_ranks=groups.num_ranks,
+            slots_per_rank=placement.slots_per_rank,
+            max_tokens=-(-max_tokens // 4) * 4,  # both want a multiple of 4 over all ranks
+            hidden_size=traffic.hidden_size,
+            fp8=codec.is_fp8,
+        )
+        return open_device_dispatcher(name, groups.rank, groups.engine, groups.store, sizes, traffic.device)
     if name == "nixl":
         return NixlDispatcher(
             groups.rank,
             groups.num_ranks,
             placement.slots_per_rank,
-            max_tokens=-(-traffic.max_tokens // groups.tp_size),
+            max_tokens=max_tokens,
             num_chosen=traffic.num_chosen,
             hidden_size=traffic.hidden_size,
             dtype=traffic.dtype,

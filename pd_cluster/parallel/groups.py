@@ -111,6 +111,8 @@ class Groups:
         self.num_ranks = tensor_parallel * data_parallel
         self.tp = tp
         self.engine = engine
+        self.store: Store | None = None
+        """Where the ranks met, for whatever else they have to tell each other."""
 
     @classmethod
     def connect(
@@ -138,6 +140,7 @@ class Groups:
         if num_ranks == 1:
             return groups
         on_gpu = device is not None and device.type == "cuda"
+        groups.store = PrefixStore(name, store)
         if not elastic:
             groups.engine = _build(f"{name}/engine", store, rank, num_ranks, on_gpu, timeout_s)
         if data_parallel == 1:
