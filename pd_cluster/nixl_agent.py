@@ -31,9 +31,9 @@ class AgentErrors:
         self.of_peer: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError, _bindings.nixlNotFoundError)
 
 
-def open_agent(name: str) -> tuple[Any, AgentErrors]:
-    """An agent and what its calls raise. Raises TransferFailed when UCX cannot start."""
-    prepare_environment()
+def open_agent(name: str, memory: str = "DRAM") -> tuple[Any, AgentErrors]:
+    """An agent that will register such memory, and what its calls raise. Raises TransferFailed when there is none."""
+    prepare_environment(memory)
     from nixl import nixl_agent, nixl_agent_config
 
     errors = AgentErrors()

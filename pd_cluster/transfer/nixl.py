@@ -10,10 +10,8 @@ processes, 7-12 GB/s against 1.4 GB/s with UCX's own choice. Whoever sets `UCX_T
 """
 
 import logging
-import os
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,20 +21,13 @@ from msgspec import Struct
 from pd_cluster.errors import TransferFailed
 from pd_cluster.ids import EngineEpoch, Rank, TransferId
 from pd_cluster.kv.layout import KvLayout
+from pd_cluster.nixl_agent import open_agent
 from pd_cluster.transfer.contract import Arena, Event, RankEndpoint, Received, Record, Write, WriteDone, WriteFailed
 
 log = logging.getLogger(__name__)
 
 encode_record = msgspec.msgpack.Encoder().encode
 decode_record = msgspec.msgpack.Decoder(Record).decode
-
-
-def prepare_environment(arena: Arena) -> None:
-    """Defaults of UCX and NIXL, read when their libraries load; what the user has set stays."""
-    has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-    if arena.memory == "DRAM" and not has_rdma:
-        os.environ.setdefault("UCX_TLS", "shm,self,tcp")
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
 
 class _Posted(Struct):
@@ -51,20 +42,12 @@ class NixlBackend:
     """Drives one NIXL agent; see `contract.Backend`. Made in any thread, then used by one."""
 
     def __init__(self, epoch: EngineEpoch, rank: Rank, layout: KvLayout, arena: Arena) -> None:
-        prepare_environment(arena)
-        from nixl import _bindings, nixl_agent, nixl_agent_config
-
-        self._errors: tuple[type[Exception], ...] = tuple(
-            getattr(_bindings, name) for name in dir(_bindings) if name.startswith("nixl") and name.endswith("Error")
-        )
-        # the peer is gone, was never met, or is another one by now: no retry helps
-        self._peer_errors = (_bindings.nixlRemoteDisconnectError, _bindings.nixlNotFoundError)
         self.num_undecodable = 0
         self._name = f"{epoch}/{rank}"
         self._arena = arena
-        config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent, errors = open_agent(self._name, arena.memory)
+        self._errors, self._peer_errors = errors.all, errors.of_peer
         try:
-            self._agent = nixl_agent(self._name, config)
             registered = [(arena.base_address, arena.num_bytes, arena.device_id, "")]
             self._registered = self._agent.register_memory(registered, arena.memory)
             metadata = self._agent.get_agent_metadata()

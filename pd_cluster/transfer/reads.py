@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from pd_cluster.errors import TransferFailed
 from pd_cluster.ids import Rank
+from pd_cluster.nixl_agent import open_agent
 from pd_cluster.transfer.contract import Arena, Memory
-from pd_cluster.transfer.nixl import prepare_environment
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +69,10 @@ class NixlReader:
     """
 
     def __init__(self, name: str, arena: Arena, buffers: torch.Tensor) -> None:
-        prepare_environment(arena)
-        from nixl import _bindings, nixl_agent, nixl_agent_config
-
-        self._errors: tuple[type[Exception], ...] = tuple(
-            getattr(_bindings, each) for each in dir(_bindings) if each.startswith("nixl") and each.endswith("Error")
-        )
+        self._agent, errors = open_agent(name, arena.memory)
+        self._errors = errors.all
         self._buffers = buffers
         try:
-            self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
             own = [(arena.base_address, arena.num_bytes, arena.device_id, "")]
             self._registered = [
                 self._agent.register_memory(own, arena.memory),
