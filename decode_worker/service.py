@@ -19,7 +19,7 @@ from decode_worker.fill_rank import (
     decode_notice,
     encode,
 )
-from decode_worker.reservations import Filled, Freed, Grant, Notice, Refused, Reservations
+from decode_worker.reservations import Filled, Freed, Grant, Notice, Refused, Reservations, ReservationState
 from pd_cluster import messages as m
 from pd_cluster.clock import Clock
 from pd_cluster.engine.loop import EngineLoop
@@ -91,8 +91,12 @@ class DecodeWorker:
         """Others are to do without this worker: it takes nothing new, and what it has goes on elsewhere."""
         self._leaving = True
         for request_id, transfer_id in list(self._transfer_of.items()):
-            error = Unavailable("this worker leaves its group: ask another").info()
-            self._owners.tell(request_id, m.Failed(request_id=request_id, transfer_id=transfer_id, error=error))
+            reservation = self.reservations.get(transfer_id)
+            if reservation is None or reservation.state is not ReservationState.GRANTED:  # its prefill goes on
+                error = Unavailable("this worker leaves its group: ask another").info()
+                self._owners.tell(request_id, m.Failed(request_id=request_id, transfer_id=transfer_id, error=error))
+            else:
+                self._owners.tell(request_id, m.Preempted(request_id=request_id))
             self._abort(request_id)
         self._evict()
 

@@ -236,7 +236,7 @@ class Tokens(Struct, frozen=True, kw_only=True, tag="tokens"):
 
 
 class Preempted(Struct, frozen=True, kw_only=True, tag="preempted"):
-    """Blocks ran out: the request is off this worker, to be resumed from its tokens."""
+    """Blocks ran out, or the worker leaves its group: the request is off it, to be resumed from its tokens."""
 
     request_id: RequestId
 

@@ -147,7 +147,7 @@ class Flight:
                 self._retry(TransferFailed("the source stopped writing"))
             case m.Preempted() if from_decode:
                 self.timings.num_preemptions += 1
-                self._resume(WorkerLost("preempted: the decode worker ran out of KV blocks"))
+                self._resume(WorkerLost("preempted: the decode worker ran out of KV blocks, or leaves"))
             case m.Failed() if message.transfer_id in (None, attempt.transfer_id):
                 if from_decode or (from_prefill and not (attempt.adopted and attempt.prefilled)):
                     self._on_failed(attempt, leg, from_info(message.error))
