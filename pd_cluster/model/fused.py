@@ -27,7 +27,7 @@ from pd_cluster.model.halves import Stages, finish
 from pd_cluster.model.linear import RowLinear, Vocabulary
 from pd_cluster.model.mla import Mla, PrefillForm, absorbing_is_cheaper
 from pd_cluster.model.mlp import DenseMlp
-from pd_cluster.model.moe import Moe, token_mix
+from pd_cluster.model.moe import Moe, SlotMap, token_mix
 from pd_cluster.model.norm import RmsNorm
 from pd_cluster.model.rope import Angles, Rope
 from pd_cluster.model.sampler import Highest
@@ -277,6 +277,32 @@ class FusedExperts:
         return out_RH
 
 
+class FusedSlotMap(SlotMap):
+    """Takes over the addresses of `plain`, which is not used any more, and chooses what it does."""
+
+    def __init__(self, library: ctypes.CDLL, plain: SlotMap) -> None:
+        self.slots_EC, self.thresholds_EC, self.width = plain.slots_EC, plain.thresholds_EC, plain.width
+        self._call = library.slots_by_hash
+        self._call.restype = None
+        self._call.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2]
+        self._call.argtypes += [*[ctypes.c_int64] * 2, ctypes.c_void_p]
+
+    def __call__(self, experts_TK: Tensor, mix_T: Tensor) -> Tensor:
+        """int64 [T, K] slots."""
+        experts_TK, mix_T, slots_TK = experts_TK.contiguous(), mix_T.contiguous(), torch.empty_like(experts_TK)
+        self._call(
+            experts_TK.data_ptr(),
+            mix_T.data_ptr(),
+            *experts_TK.shape,
+            self.slots_EC.data_ptr(),
+            self.thresholds_EC.data_ptr(),
+            self.slots_EC.shape[1],
+            self.width,
+            slots_TK.data_ptr(),
+        )
+        return slots_TK
+
+
 class FusedMoe:
     """A layer of experts and the norm before it, added to the hidden states: one call where every expert lives on this
     rank alone and can have but one slot, else the steps of `Moe` with fused parts.
@@ -286,6 +312,7 @@ class FusedMoe:
         gate = FusedGate(library, cast(Gate, moe.gate))
         shared = FusedMlp(library, memory, None, moe.shared) if isinstance(moe.shared, DenseMlp) else None
         moe.gate, moe.shared = gate, shared
+        moe.choice = FusedSlotMap(library, moe.choice)
         self.moe = moe
         self._kept_norm = norm
         self._norm = _norm(norm)

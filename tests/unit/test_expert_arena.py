@@ -1,5 +1,6 @@
 """Records of experts: laid down in pieces, sealed, at strides that make one expert one range."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.model import expert_arena
 from pd_cluster.model.expert_arena import ExpertArena, PackedForm, PlainForm, is_intact, seal
+from pd_cluster.model.fused import FusedSlotMap
 from pd_cluster.model.moe import SlotMap
 from pd_cluster.parallel.placement import LayerPlacement, Placement, spread
 from pd_cluster.parallel.replicas import choose
@@ -99,6 +101,27 @@ def test_a_map_changes_in_place_and_chooses_by_weights() -> None:
     assert [after.layers[0].slots[slot] for slot in chosen[7].tolist()] == [0, 1, 2, 3]
     table.set(slot_table(before, 0, columns))
     assert table(experts, mix)[499].tolist() == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("redundant", [0, 5, 40])
+def test_the_kernel_chooses_the_slots_that_torch_does(redundant: int) -> None:
+    library = native.library()
+    if library is None:
+        pytest.skip("no C compiler")
+    placement = spread(16, 8, 1, redundant, slots_per_rank=9)
+    rng = np.random.default_rng(redundant)
+    weights = [rng.dirichlet([1.0] * len(slots)).tolist() for slots in placement.copies(0)]
+    table = slot_table(placement, 0, max_copies(placement), weights)
+    plain, fused = SlotMap(table, torch.device("cpu")), FusedSlotMap(library, SlotMap(table, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.randint(0, 16, (300, 4), generator=generator)
+    mix = torch.randint(0, 2**31, (300,), generator=generator)
+    assert fused(experts, mix).equal(plain(experts, mix))
+    assert fused(experts[:0], mix[:0]).shape == (0, 4)
+    other = slot_table(spread(16, 8, 1, slots_per_rank=9), 0, max_copies(placement))
+    plain.set(other)
+    fused.set(other)
+    assert fused(experts, mix).equal(plain(experts, mix))
 
 
 def test_the_widest_table_holds_a_copy_on_every_rank_or_as_many_as_there_are_slots() -> None:
