@@ -40,7 +40,7 @@ OnDone = Callable[[Load, PdClusterError | None], None]
 class LoadBudget(Struct, frozen=True, kw_only=True):
     """How much loading may take from steps that run meanwhile."""
 
-    share_of_core: float = 0.1
+    share_of_core: float = 0.05
     bytes_per_s: float = 2e9
     poll_s: float = 1e-3  # while a read is under way
     serve_s: float = 2e-3  # while peers may read here
