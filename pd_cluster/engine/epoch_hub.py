@@ -176,6 +176,8 @@ class EpochHub:
             num_stages=len(answer.stages),
             reason=answer.reason,
         )
+        if answer.stages and answer.predicted is not None:
+            self.stats.predicted = answer.predicted
         self._stages.extend(answer.stages)
 
     async def _move(self) -> None:
@@ -201,6 +203,12 @@ class EpochHub:
                 self._next_stage()
 
         self._planning = asyncio.ensure_future(planned())
+        self._planning.add_done_callback(self._check_planned)
+
+    def _check_planned(self, task: "asyncio.Task[None]") -> None:
+        """A plan that fails in no way that was foreseen would leave the hub waiting for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(EngineError(f"planning the placement of experts failed: {error!r}"))
 
     def request_placement(self, staying: frozenset[Rank]) -> "asyncio.Future[None]":
         """Bring all experts to ranks of `staying` and nothing elsewhere, beside the steps. The future raises

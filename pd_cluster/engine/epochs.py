@@ -83,6 +83,7 @@ class EpochStats(Struct, kw_only=True):
     bytes_loaded: int = 0  # into this rank's slots
     bytes_moved: int = 0  # over all ranks; at the hub
     imbalance: float = 0.0  # hottest rank over mean as last looked at, 0 before; at the hub
+    predicted: float = 0.0  # what the last rebalance was to make of it; at the hub
     layers: list[LayerLoad] = msgspec.field(default_factory=list)  # at that look, whatever the ratio; at the hub
     is_changing: bool = False
     last_reason: str = ""  # of the last stage that was abandoned, or change that was refused

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from pd_cluster.launch.placements import Placements
 from pd_cluster.launch.rank import RankServer
 from pd_cluster.model.expert_arena import is_intact
 from pd_cluster.parallel.placement import LayerPlacement, Placement
-from pd_cluster.parallel.planner import Stage
+from pd_cluster.parallel.planner import Answer, Question, Stage
 from pd_cluster.parallel.stages import stages
 
 PROMPTS = [[(7 * i * i + 3 * i + s) % 500 + 3 for i in range(20 + s)] for s in range(6)]
@@ -196,21 +195,33 @@ async def test_a_rank_that_is_busier_than_others_gives_experts_away(monkeypatch:
         group = Group(cluster)
         hub = group.hub
         ratios: list[float] = []
+        plans: list[Answer] = []
+        ask = hub._planner.ask
 
-        async def traffic(until_true: Callable[[], bool]) -> None:
-            while not until_true():
+        async def recorded(question: Question) -> Answer:
+            answer = await ask(question)
+            if question.kind == "look" and answer.ratio is not None:
+                ratios.append(answer.ratio)
+            elif answer.stages:
+                plans.append(answer)
+                ratios.clear()
+            return answer
+
+        monkeypatch.setattr(hub._planner, "ask", recorded)
+        async with asyncio.timeout(100):
+            while not plans or len(ratios) < 5:
                 outputs = await cluster.all_greedy(PROMPTS * 3, max_tokens=40)
                 for output, same in zip(outputs, expected * 3, strict=True):
                     assert_same(output, same)
-                if hub.stats.imbalance and hub.stats.imbalance not in ratios:
-                    ratios.append(hub.stats.imbalance)
-
-        async with asyncio.timeout(60):
-            await traffic(lambda: hub.placement.epoch > 0 and hub.is_idle)
-            first = ratios[0]
-            num_looks = len(ratios)
-            await traffic(lambda: len(ratios) > num_looks + 2)
-        assert first > 1.05
-        assert ratios[-1] < first - 0.02, ratios
+        last = plans[-1]
+        assert last.ratio is not None
+        assert last.predicted is not None
+        assert last.ratio > 1.05
+        assert last.predicted < last.ratio - 0.02
+        assert ratios[-1] == pytest.approx(last.predicted, abs=0.1), "it falls as predicted"
+        assert ratios[-1] < last.ratio
+        assert hub.stats.predicted == last.predicted
+        print(f"{last.ratio:.3f}, predicted {last.predicted:.3f}, then {ratios[-1]:.3f}")
+        assert group.hub.placement.epoch >= len(last.stages)
         await group.until_settled()
         group.check()
