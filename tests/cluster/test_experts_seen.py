@@ -1,4 +1,4 @@
-"""From the tokens that ranks route to what a router knows of each layer's experts, with copies chosen by hash or step."""
+"""From the tokens that ranks route to what a router knows of each layer's experts, copies chosen by hash or by step."""
 
 import asyncio
 
