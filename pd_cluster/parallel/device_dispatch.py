@@ -140,7 +140,7 @@ class GroupComm:
         sizes = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
         counts = self._group.all_gather_rows(sizes, [1] * self._group.size).tolist()
         gathered = self._group.all_gather_rows(mine, counts).cpu()
-        return [msgspec.msgpack.decode(bytes(part.tolist())) for part in gathered.split(counts)]
+        return [msgspec.msgpack.decode(bytes(part.tolist())) for part in torch.split(gathered, counts)]
 
 
 def find_library(name: Library) -> ModuleType:
