@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -191,9 +191,11 @@ def run(
     bounds: Bounds | None = None,
     seed: int = 0,
     pids: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """For each rate the summary of each server over all rounds, and the first server's p99 gap and goodput as
-    ratios to the others'. `pids`: processes of each server, which are paused while another is measured.
+    ratios to the others'. `pids`: processes of each server, which are paused while another is measured. `say` gets a
+    line after each window.
     """
     bounds = bounds or Bounds()
     results: dict[str, Any] = {"bounds": msgspec.to_builtins(bounds), "seed": seed, "window_s": window_s, "rates": []}
@@ -209,7 +211,9 @@ def run(
             for server, kept in zip(servers, served, strict=True):
                 with paused(_of_others(servers, server, pids)):
                     time.sleep(SETTLE_S)
-                    kept.extend(asyncio.run(window(server, requests, random.Random(prompts))))
+                    one = asyncio.run(window(server, requests, random.Random(prompts)))
+                say(f"{rate:g}/s at {server.url}: {json.dumps(summary(one, bounds, window_s))}")
+                kept.extend(one)
         summaries = [summary(kept, bounds, window_s * rounds) for kept in served]
         results["rates"].append(
             {

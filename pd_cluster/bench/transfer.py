@@ -78,7 +78,7 @@ def _target(pipe: Connection, total_bytes: int) -> None:
 
 
 def run(
-    total_bytes: int = 64 << 20, block_bytes: int = 256 << 10, write_bytes: int = 16 << 20, repeats: int = 15
+    total_bytes: int = 256 << 20, block_bytes: int = 256 << 10, write_bytes: int = 16 << 20, repeats: int = 15
 ) -> dict[str, Any]:
     """Move `total_bytes` in blocks of `block_bytes`, at most `write_bytes` to a write, `repeats` times; medians.
 
@@ -127,6 +127,7 @@ def run(
         "memcpy_gb_s": round(total_bytes / memcpy / 1e9, 2),
         "process_vm_gb_s": round(total_bytes / readv / 1e9, 2) if readv else None,
         "ratio": round(memcpy / nixl, 3),
+        "process_vm_ratio": round(readv / nixl, 3) if readv else None,
     }
 
 

@@ -19,10 +19,10 @@ app = typer.Typer(name="bench", help="Measure this machine and this code.", no_a
 @app.command()
 @edge.guard
 def transfer(
-    total_mib: Annotated[int, typer.Option(help="Bytes of one transfer.", min=1)] = 64,
+    total_mib: Annotated[int, typer.Option(help="Bytes of one transfer.", min=1)] = 256,
     json: options.AsJson = False,
 ) -> None:
-    """KV through NIXL between two processes, against a plain memory copy in the same run."""
+    """KV through NIXL between two processes, against plain copies in the same run."""
     from pd_cluster.bench.transfer import run
 
     _print(run(total_bytes=total_mib << 20), json)
@@ -270,7 +270,9 @@ def goodput(
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
     pids: Annotated[
         list[str] | None,
-        typer.Option(help="Processes of each server, to pause while another is measured.", metavar="PID[,PID]"),
+        typer.Option(
+            help="Processes of each server, or none, to pause while another is measured.", metavar="PID[,PID]"
+        ),
     ] = None,
     json: options.AsJson = False,
 ) -> None:
@@ -286,7 +288,8 @@ def goodput(
         outputs=span(outputs),
         bounds=Bounds(ttft_s=ttft, tpot_s=tpot, gap_s=gap),
         seed=seed,
-        pids=[[int(pid) for pid in each.split(",")] for each in pids or []],
+        pids=[[int(pid) for pid in each.split(",") if pid] for each in pids or []],
+        say=lambda line: typer.echo(line, err=True),
     )
     if json:
         _print(result, json)

@@ -242,8 +242,8 @@ class NixlBackend:
 
 
 def _out_of_range(copies: np.ndarray[Any, np.dtype[np.uint64]], source_bytes: int, target_bytes: int) -> str | None:
-    for column, num_bytes, side in ((0, source_bytes, "source"), (1, target_bytes, "target")):
-        end = int((copies[:, column] + copies[:, 2]).max())
+    ends = (copies[:, :2] + copies[:, 2:]).max(0).tolist()
+    for end, num_bytes, side in zip(ends, (source_bytes, target_bytes), ("source", "target"), strict=True):
         if end > num_bytes:
             return f"the write ends at byte {end} of the {side}'s arena, which has {num_bytes}"
     return None

@@ -17,6 +17,11 @@ from pd_cluster.errors import TransferFailed
 from pd_cluster.ids import TransferId
 from pd_cluster.transfer.contract import Backend, Event, RankEndpoint, Write, WriteDone, WriteFailed
 
+SPIN_S = 2e-3
+"""So long after a post, a completion or a record do polls follow each other while writes of our own are on their way:
+through shared memory it is the polls that copy.
+"""
+
 MIN_PAUSE_S = 50e-6
 MAX_BUSY_PAUSE_S = 2e-3
 MAX_IDLE_PAUSE_S = 100e-3
@@ -125,13 +130,13 @@ class TransferThread:
             now_s = time.monotonic()
             if events or num_calls:
                 last_s = now_s
-            busy = self._in_flight or self._is_expecting
-            growth, longest_s = (0.01, MAX_BUSY_PAUSE_S) if busy else (0.1, MAX_IDLE_PAUSE_S)
-            pause_s = min(max((now_s - last_s) * growth, MIN_PAUSE_S), longest_s)
+            pause_s = next_pause_s(now_s - last_s, writing=bool(self._in_flight), expecting=self._is_expecting)
 
     def _run_calls(self, pause_s: float) -> int:
         """Wait up to `pause_s` for a call, then run all there are; how many."""
         num_calls = 0
+        if not pause_s:
+            time.sleep(0)  # others of this process may want the interpreter
         try:
             call = self._calls.get(timeout=pause_s)
             while True:
@@ -140,3 +145,11 @@ class TransferThread:
                 call = self._calls.get_nowait()
         except Empty:
             return num_calls
+
+
+def next_pause_s(calm_s: float, *, writing: bool, expecting: bool) -> float:
+    """Until the next poll, when nothing has happened for `calm_s`."""
+    if writing and calm_s < SPIN_S:
+        return 0.0
+    growth, longest_s = (0.01, MAX_BUSY_PAUSE_S) if writing or expecting else (0.1, MAX_IDLE_PAUSE_S)
+    return min(max(calm_s * growth, MIN_PAUSE_S), longest_s)

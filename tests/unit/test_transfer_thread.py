@@ -22,7 +22,7 @@ from pd_cluster.transfer.contract import (
 from pd_cluster.transfer.faulty import Faults, FaultyBackend
 from pd_cluster.transfer.local import LocalBackend, LocalFabric
 from pd_cluster.transfer.nixl import NixlBackend
-from pd_cluster.transfer.thread import TransferThread
+from pd_cluster.transfer.thread import MAX_BUSY_PAUSE_S, MAX_IDLE_PAUSE_S, SPIN_S, TransferThread, next_pause_s
 
 LAYOUT = KvLayout(kind="mla", num_layers=1, head_ids=(0,), token_values=64, dtype="bfloat16", block_size=16)
 T = TransferId("t")
@@ -160,6 +160,14 @@ def test_what_is_expected_ends_an_idle_pause_at_once(fabric: tuple[LocalFabric, 
     b.wait_for(lambda: bool(b.events))
     assert time.monotonic() - start_s < 0.05
     assert b.thread.num_polls > before
+
+
+def test_polls_follow_each_other_only_while_our_own_writes_are_young() -> None:
+    assert next_pause_s(0.0, writing=True, expecting=False) == 0.0
+    assert next_pause_s(SPIN_S / 2, writing=True, expecting=True) == 0.0
+    assert 0.0 < next_pause_s(0.0, writing=False, expecting=True) < next_pause_s(0.1, writing=False, expecting=True)
+    assert next_pause_s(60.0, writing=True, expecting=False) == MAX_BUSY_PAUSE_S
+    assert next_pause_s(60.0, writing=False, expecting=False) == MAX_IDLE_PAUSE_S
 
 
 def test_an_idle_thread_with_nixl_uses_little_of_a_core() -> None:
