@@ -276,6 +276,8 @@ class ElasticSync(StepSync):
             if self.generations.is_over:
                 continue
             self._arrived.clear()
+            if not self.is_hub and self._up is None:
+                self.generations.lost("its hub", self._clock.now_s())
             log.info("generation_formed", generation=formed.generation, step=next_step, members=_members(formed))
             self.on_running(formed)
             notes, self._early_notes = self._early_notes, []
@@ -336,8 +338,9 @@ class ElasticSync(StepSync):
             self._up.send(Vacant(generation, self.dp_rank))
 
     def order(self, payload: bytes) -> None:
-        """See `StepSync`. Ranks that have not begun yet hear it when they have."""
-        assert self.is_hub
+        """See `StepSync`. Ranks that have not begun yet hear it then; when the generation is over, nobody does."""
+        if not self.is_hub:
+            return
         note = Note(payload)
         for link in self._leads.values():
             link.send(note)

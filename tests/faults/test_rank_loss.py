@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness import ElasticGroup, LocalCluster, Output, config_of, request, until
 
 from pd_cluster.config import ClusterConfig
 from pd_cluster.ids import EngineId
 from pd_cluster.launch.rank import RankServer
 from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.parallel.wire import COMBINE, DISPATCH
-from tests.harness import ElasticGroup, LocalCluster, Output, config_of, request, until
 
 GROUP = EngineId("decode-0")
 PROMPTS = [[(7 * i + j) % 200 + 1 for j in range(20 + i)] for i in range(6)]
@@ -122,7 +122,10 @@ async def test_a_member_lost_anywhere_in_a_step_costs_no_stream_and_a_new_one_ta
 
 @pytest.mark.parametrize("redundant", [0, 32])
 async def test_two_members_lost_together_leave_a_group_that_goes_on(redundant: int) -> None:
-    async with LocalCluster(elastic(decode__redundant_experts=redundant)) as cluster:
+    slots = 20 if redundant else 16  # room for what is lost with both copies
+    async with LocalCluster(
+        elastic(decode__redundant_experts=redundant, decode__expert_slots_per_rank=slots)
+    ) as cluster:
         group = cluster.groups[GROUP]
         expected = await cluster.all_greedy(PROMPTS, max_tokens=NUM_TOKENS)
         streams = Streams(cluster)
@@ -131,6 +134,19 @@ async def test_two_members_lost_together_leave_a_group_that_goes_on(redundant: i
         check(await streams.ended(), expected)
         await group.placed()
         await group.join(3)
+        await group.placed()
+        check(await cluster.all_greedy(PROMPTS, max_tokens=NUM_TOKENS), expected)
+
+
+async def test_a_member_of_two_tensor_parallel_ranks_is_lost_and_replaced_as_one() -> None:
+    async with LocalCluster(elastic(decode__data_parallel=2, decode__tensor_parallel=2)) as cluster:
+        group = cluster.groups[GROUP]
+        expected = await cluster.all_greedy(PROMPTS, max_tokens=NUM_TOKENS)
+        streams = Streams(cluster)
+        await streams.begun()
+        await group.lose(0)
+        check(await streams.ended(), expected)
+        await group.join(0)
         await group.placed()
         check(await cluster.all_greedy(PROMPTS, max_tokens=NUM_TOKENS), expected)
 

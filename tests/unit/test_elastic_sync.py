@@ -5,6 +5,7 @@ import random
 import threading
 
 import pytest
+from harness import until
 
 from pd_cluster.clock import SystemClock
 from pd_cluster.engine.elastic_sync import ElasticSync
@@ -20,7 +21,6 @@ from pd_cluster.ids import EngineEpoch, Rank, RequestId
 from pd_cluster.launch.meeting import Board, LocalRendezvous
 from pd_cluster.parallel.roster import Roster
 from pd_cluster.request import Request, SamplingParams
-from tests.harness import until
 
 NUM_BLOCKS = 64
 MAX_TOKENS = 40

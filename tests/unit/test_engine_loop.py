@@ -5,6 +5,7 @@ import random
 
 import msgspec
 import pytest
+from harness import until
 
 from pd_cluster.clock import SystemClock
 from pd_cluster.engine.loop import EngineLoop, EngineThread
@@ -16,7 +17,6 @@ from pd_cluster.engine.toy import ToyEngine, toy_tokens
 from pd_cluster.ids import EngineEpoch, Rank, RequestId
 from pd_cluster.messages import TokenDelta
 from pd_cluster.request import Request, SamplingParams
-from tests.harness import until
 
 NUM_BLOCKS = 6
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from harness import config_of
 
 from pd_cluster.clock import SystemClock
 from pd_cluster.errors import EngineError
@@ -13,7 +14,6 @@ from pd_cluster.launch.meeting import Board, LocalRendezvous, StoreRendezvous
 from pd_cluster.launch.spec import Beat, RankReport, RankSpec, Release
 from pd_cluster.launch.store import StoreServer
 from pd_cluster.parallel.roster import Roster
-from tests.harness import config_of
 
 EPOCH = EngineEpoch("e")
 LIVES = EngineEpoch("a"), EngineEpoch("b")
