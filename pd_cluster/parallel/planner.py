@@ -149,7 +149,7 @@ def _move(question: Question, loads_LE: Ints) -> Answer:
 
 
 def _wanted(question: Question, loads_LE: Ints, max_moves: int | None = None) -> Placement:
-    """At least one slot of a rank stays empty, where experts leave one, so that the next change has room."""
+    """A move leaves at least one slot of a rank empty, where experts allow it, so that the next change has room."""
     current, staying = question.placement, question.staying
     least = -(-current.num_experts // len(staying))
     if least > current.slots_per_rank:
@@ -162,7 +162,8 @@ def _wanted(question: Question, loads_LE: Ints, max_moves: int | None = None) ->
         for layer in range(len(current.layers))
         for rank in staying
     )
-    in_use = max(least, min(fullest, current.slots_per_rank - 1))
+    room = current.slots_per_rank - (question.kind == "move")
+    in_use = max(least, min(fullest, room))
     return rebalance(
         current, loads_LE.astype(np.float64), live=[int(r) for r in staying], slots_in_use=in_use, max_moves=max_moves
     )
