@@ -176,7 +176,9 @@ class EpochHub:
             num_stages=len(answer.stages),
             reason=answer.reason,
         )
-        if answer.stages and answer.predicted is not None:
+        if not answer.stages:
+            self.stats.last_reason = answer.reason
+        elif answer.predicted is not None:
             self.stats.predicted = answer.predicted
         self._stages.extend(answer.stages)
 
