@@ -4,6 +4,8 @@ Every rank counts a heartbeat up a few times a second, and says of which ranks i
 still is a death, sooner when a peer has noticed too. A member that beats but is waited for all the time hangs, or the
 network between it and its peers is cut: the group cannot go on with it either. When nobody is heard at all, the store
 or this process is the likelier cause, and only the end of the lease is proof.
+
+How long is too long is measured: where all beat late because their machines are busy, more patience is right.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,10 +16,17 @@ from pd_cluster.ids import Rank
 from pd_cluster.launch.spec import LEASE_S, Beat
 
 SUSPECTED_STILL_S = 0.5
-"""A heartbeat that stood still for so long is a death when a peer waits for that rank."""
+"""A heartbeat that stood still for so long is a death when a peer waits for that rank: at least, and
+SUSPECTED_STILL_GAPS times as long as beats lately took to come."""
+
+SUSPECTED_STILL_GAPS = 2.5
 
 STILL_S = 3.0
-"""And for so long when nobody does."""
+"""And for so long, or STILL_GAPS times as long, when nobody does."""
+
+STILL_GAPS = 6.0
+LATELY_S = 10.0
+"""What was longer ago than once to twice this is forgotten."""
 
 FIRST_BEAT_S = LEASE_S
 """A rank that has reported may take so long until its first heartbeat."""
@@ -29,7 +38,7 @@ WAITED_FOR_S = 15.0
 class _Pulse(Struct):
     count: int
     since_s: float  # when the count was first seen at this value
-    limit_s: float
+    is_first: bool = True
     suspects: frozenset[Rank] = frozenset()
 
 
@@ -40,11 +49,15 @@ class Heartbeats:
         self._tensor_parallel = tensor_parallel
         self._pulses: dict[Rank, _Pulse] = {}
         self._waited_since_s: dict[int, float] = {}  # by DP rank
+        self._looked_s: float | None = None
+        self._longest_s = 0.0  # between two beats, or two looks, in the present window
+        self._longest_before_s = 0.0  # and in the last one
+        self._window_s = 0.0  # when the present one began
 
     def expect(self, ranks: Iterable[Rank], now_s: float) -> None:
         """These ranks shall beat from now on."""
         for rank in ranks:
-            self._pulses[rank] = _Pulse(-1, now_s, FIRST_BEAT_S)
+            self._pulses[rank] = _Pulse(-1, now_s)
 
     def forget(self, ranks: Iterable[Rank]) -> None:
         """These shall not any more; whoever waits for them will hear so."""
@@ -55,13 +68,21 @@ class Heartbeats:
     def clear(self) -> None:
         self._pulses.clear()
         self._waited_since_s.clear()
+        self._looked_s = None
 
     def observe(self, beats: Mapping[Rank, Beat], now_s: float) -> None:
         """What one look found."""
+        if now_s - self._window_s >= LATELY_S:
+            self._window_s, self._longest_before_s, self._longest_s = now_s, self._longest_s, 0.0
+        if self._looked_s is not None:
+            self._longest_s = max(self._longest_s, now_s - self._looked_s)
+        self._looked_s = now_s
         for rank, beat in beats.items():
             pulse = self._pulses.get(rank)
             if pulse is not None and beat.count != pulse.count:
-                self._pulses[rank] = _Pulse(beat.count, now_s, STILL_S, frozenset(beat.suspects))
+                if not pulse.is_first:
+                    self._longest_s = max(self._longest_s, (now_s - pulse.since_s) / max(1, beat.count - pulse.count))
+                self._pulses[rank] = _Pulse(beat.count, now_s, False, frozenset(beat.suspects))
         waited_for = {dp_rank for dp_rank, peers in self._suspected(now_s).items() if peers}
         for dp_rank in waited_for:
             self._waited_since_s.setdefault(dp_rank, now_s)
@@ -71,12 +92,17 @@ class Heartbeats:
     def lost(self, now_s: float) -> dict[int, str]:
         """DP ranks that are taken for dead, and why."""
         ages = {rank: now_s - pulse.since_s for rank, pulse in self._pulses.items()}
-        if ages and all(age >= min(self._pulses[rank].limit_s, STILL_S) for rank, age in ages.items()):
+        limit_s = min(LEASE_S, max(STILL_S, STILL_GAPS * self._gap_s))
+        if all(age_s >= limit_s for age_s in ages.values()):
             still = dict.fromkeys(ages, LEASE_S)
         else:
             suspected = self._suspected(now_s)
             still = {
-                rank: min(pulse.limit_s, SUSPECTED_STILL_S) if suspected[self._member(rank)] else pulse.limit_s
+                rank: min(limit_s, self._sooner_s)
+                if suspected[self._member(rank)]
+                else FIRST_BEAT_S
+                if pulse.is_first
+                else limit_s
                 for rank, pulse in self._pulses.items()
             }
         found: dict[int, str] = {}
@@ -84,6 +110,15 @@ class Heartbeats:
             if age_s >= still[rank]:
                 found.setdefault(self._member(rank), f"rank {rank} gave no heartbeat for {age_s:.1f} s")
         return found or self._hung(now_s)
+
+    @property
+    def _gap_s(self) -> float:
+        """The longest of late between two beats of a rank, or two looks."""
+        return max(self._longest_s, self._longest_before_s)
+
+    @property
+    def _sooner_s(self) -> float:
+        return max(SUSPECTED_STILL_S, SUSPECTED_STILL_GAPS * self._gap_s)
 
     def _hung(self, now_s: float) -> dict[int, str]:
         """The member that most others have waited for too long; one at a time, for its loss may cure the others."""
@@ -103,7 +138,7 @@ class Heartbeats:
         """DP rank -> the others that wait for it, as far as these are alive themselves."""
         found: dict[int, set[int]] = {self._member(rank): set() for rank in self._pulses}
         for rank, pulse in self._pulses.items():
-            if now_s - pulse.since_s >= SUSPECTED_STILL_S:
+            if now_s - pulse.since_s >= self._sooner_s:
                 continue
             for suspect in pulse.suspects:
                 peer = self._member(suspect)

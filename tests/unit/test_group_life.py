@@ -14,7 +14,14 @@ from pd_cluster.launch.group_life import (
     StartMembers,
     TerminateMembers,
 )
-from pd_cluster.launch.heartbeats import FIRST_BEAT_S, STILL_S, SUSPECTED_STILL_S, WAITED_FOR_S
+from pd_cluster.launch.heartbeats import (
+    FIRST_BEAT_S,
+    LATELY_S,
+    STILL_S,
+    SUSPECTED_STILL_GAPS,
+    SUSPECTED_STILL_S,
+    WAITED_FOR_S,
+)
 from pd_cluster.launch.lifecycle import (
     BACKOFF_S,
     FORGIVEN_S,
@@ -320,11 +327,12 @@ def test_stop_asks_every_rank_and_kills_those_that_take_too_long() -> None:
 
 
 class Beating:
-    """A group whose ranks beat every 0.1 s, but those in `silent`; `suspects` are said by rank."""
+    """A group whose ranks beat every `every_s`, but those in `silent`; `suspects` are said by rank."""
 
-    def __init__(self, dp: int = 3, tp: int = 1) -> None:
+    def __init__(self, dp: int = 3, tp: int = 1, every_s: float = 0.1) -> None:
+        self.every_s = every_s
         self.life = ready(group(dp, tp))
-        self.now_s, self.count = 0.0, 0
+        self.now_s, self.num_ticks = 0.0, 0
         self.counts: dict[Rank, int] = {}
         self.silent: set[int] = set()
         self.suspects: dict[int, list[Rank]] = {}
@@ -333,9 +341,12 @@ class Beating:
         """When the first member was lost, and why."""
         start_s = self.now_s
         while self.now_s - start_s < within_s:
-            self.now_s = round(self.now_s + 0.1, 6)
-            self.counts |= {rank: self.counts.get(rank, -1) + (rank not in self.silent) for rank in self.life.beating}
-            seen = {rank: Beat(self.counts[rank], self.suspects.get(rank, [])) for rank in self.life.beating}
+            self.num_ticks += 1
+            self.now_s = self.num_ticks / 10
+            if self.num_ticks % round(10 * self.every_s) == 0:
+                beats = {rank for rank in self.life.beating if rank not in self.silent}
+                self.counts |= {rank: self.counts.get(rank, -1) + (rank in beats) for rank in self.life.beating}
+            seen = {rank: Beat(self.counts.get(rank, -1), self.suspects.get(rank, [])) for rank in self.life.beating}
             for action in self.life.beats(seen, self.now_s):
                 if isinstance(action, EngineLost):
                     return self.now_s - start_s, action.reason
@@ -362,6 +373,23 @@ def test_one_that_a_peer_waits_for_is_dead_sooner() -> None:
     assert SUSPECTED_STILL_S - 0.11 <= lost[0] <= SUSPECTED_STILL_S + 0.11
     beating.life.exited(Rank(1), None, beating.now_s)
     assert beating.life.members[1].first_dead == {1}, "it did not die for another's sake"
+
+
+def test_where_all_beat_late_more_patience_is_right_until_they_beat_in_time_again() -> None:
+    beating = Beating(every_s=0.8)
+    beating.until_lost(5.0)
+    beating.silent, beating.suspects = {1}, {0: [Rank(1)], 2: [Rank(1)]}
+    lost = beating.until_lost(10.0)
+    assert lost is not None
+    assert SUSPECTED_STILL_GAPS * 0.8 - 0.8 < lost[0] < STILL_S, "the last beat may have been almost 0.8 s ago"
+    beating = Beating(every_s=0.8)
+    beating.until_lost(5.0)
+    beating.every_s = 0.1
+    beating.until_lost(2 * LATELY_S)
+    beating.silent, beating.suspects = {1}, {0: [Rank(1)]}
+    lost = beating.until_lost(10.0)
+    assert lost is not None
+    assert lost[0] < SUSPECTED_STILL_S + 0.11
 
 
 def test_the_word_of_a_rank_that_is_silent_itself_counts_for_nothing() -> None:
