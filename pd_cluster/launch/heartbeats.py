@@ -74,14 +74,15 @@ class Heartbeats:
         """What one look found."""
         if now_s - self._window_s >= LATELY_S:
             self._window_s, self._longest_before_s, self._longest_s = now_s, self._longest_s, 0.0
-        if self._looked_s is not None:
-            self._longest_s = max(self._longest_s, now_s - self._looked_s)
+        since_look_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._longest_s = max(self._longest_s, since_look_s)
         self._looked_s = now_s
         for rank, beat in beats.items():
             pulse = self._pulses.get(rank)
             if pulse is not None and beat.count != pulse.count:
-                if not pulse.is_first:
-                    self._longest_s = max(self._longest_s, (now_s - pulse.since_s) / max(1, beat.count - pulse.count))
+                if not pulse.is_first:  # it beat at some time since the last look: at least so long it took
+                    gap_s = (now_s - since_look_s - pulse.since_s) / max(1, beat.count - pulse.count)
+                    self._longest_s = max(self._longest_s, gap_s)
                 self._pulses[rank] = _Pulse(beat.count, now_s, False, frozenset(beat.suspects))
         waited_for = {dp_rank for dp_rank, peers in self._suspected(now_s).items() if peers}
         for dp_rank in waited_for:
