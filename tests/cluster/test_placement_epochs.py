@@ -32,12 +32,12 @@ def config(tp: int = 1, **values: object) -> ClusterConfig:
 
 
 class Group:
-    """The decode engine of a cluster."""
+    """An engine of a cluster."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
-        self.ranks: list[RankServer] = cluster.engine("decode-0")
+    def __init__(self, cluster: LocalCluster, engine_id: str = "decode-0") -> None:
+        self.ranks: list[RankServer] = cluster.engine(engine_id)
         self.parts: list[Placements] = [rank.placements for rank in self.ranks if rank.placements is not None]
-        assert len(self.parts) == 4
+        assert len(self.parts) == len(self.ranks) > 1
 
     @property
     def hub(self) -> EpochHub:
@@ -112,6 +112,27 @@ async def test_swaps_under_traffic_change_no_token(tp: int, dispatcher: str) -> 
         for output, same in zip(await answers(cluster), expected, strict=True):
             assert_same(output, same)
         assert stats[0].bytes_moved == sum(each.bytes_loaded for each in stats) > 0
+
+
+async def test_experts_move_between_tensor_parallel_ranks_that_see_all_tokens() -> None:
+    """Every rank chooses slots for all tokens, so all must flip at one step: a prefill and a decode engine of one DP
+    rank each.
+    """
+    values = {"prefill__tensor_parallel": 2, "prefill__expert_slots_per_rank": 19}
+    async with LocalCluster(config(4, **values)) as cluster:
+        expected = await answers(cluster)
+        groups = [Group(cluster, "prefill-0"), Group(cluster, "decode-0")]
+        running = asyncio.ensure_future(answers(cluster))
+        for seed in range(3):
+            for group in groups:
+                await group.go_to(swapped(group.hub.placement, seed))
+        outputs = [*await running, *await answers(cluster)]
+        for output, same in zip(outputs, expected * 2, strict=True):
+            assert_same(output, same)
+        for group in groups:
+            await group.until_settled()
+            group.check()
+            assert group.hub.placement.epoch >= 3
 
 
 async def test_damaged_loads_and_slow_ranks_abandon_and_leave_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
