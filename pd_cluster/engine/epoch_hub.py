@@ -36,7 +36,7 @@ log = get_log(__name__)
 LOOK_S = 5.0
 """Between two looks at the ratio, while steps run."""
 
-STAGE_S = 60.0
+STAGE_S = 120.0
 GRACE_S = 5.0
 """How long ranks may prepare a stage, and how much later the hub stops waiting for their word."""
 

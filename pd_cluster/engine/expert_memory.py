@@ -40,10 +40,10 @@ OnDone = Callable[[Load, PdClusterError | None], None]
 class LoadBudget(Struct, frozen=True, kw_only=True):
     """How much loading may take from steps that run meanwhile."""
 
-    share_of_core: float = 0.05
+    share_of_core: float = 0.04
     bytes_per_s: float = 2e9
-    poll_s: float = 1e-3  # while a read is under way
-    serve_s: float = 2e-3  # while peers may read here
+    poll_s: float = 2e-3  # while a read is under way
+    serve_s: float = 10e-3  # while peers may read here; many transports do without
     read_timeout_s: float = 2.0  # of one piece
 
 
@@ -158,12 +158,7 @@ class ExpertMemory:
         """Everything there is to do once, then rest."""
         started_s, started_cpu_s = time.monotonic(), time.thread_time()
         num_bytes, waits, reads = 0, True, bool(self._jobs)
-        if self._reader is not None:
-            for ended in self._reader.poll():
-                reading = self._readings.pop(ended.read_id)
-                reading.has_ended, reading.error = True, ended.error
-                if reading.is_given_up:
-                    self._free.append(reading.buffer)
+        self._poll()
         for _ in range(len(self._jobs)):
             load, steps = self._jobs.popleft()
             try:
@@ -183,6 +178,14 @@ class ExpertMemory:
         budget = self._budget
         pause_s = 0.0 if not waits else budget.poll_s if reads else budget.serve_s
         self._rest(started_s, time.thread_time() - started_cpu_s, num_bytes, pause_s)
+
+    def _poll(self) -> None:
+        if self._reader is not None:
+            for ended in self._reader.poll():
+                reading = self._readings.pop(ended.read_id)
+                reading.has_ended, reading.error = True, ended.error
+                if reading.is_given_up:
+                    self._free.append(reading.buffer)
 
     def _rest(self, started_s: float, busy_s: float, num_bytes: int, pause_s: float) -> None:
         budget = self._budget
@@ -293,6 +296,7 @@ class ExpertMemory:
             self._free.append(reading.buffer)
             raise
         self._readings[read_id] = reading
+        self._poll()  # within one host it has ended already
         return reading
 
     def _copy(self, to: Tensor, piece: Tensor) -> None:
