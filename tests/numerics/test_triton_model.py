@@ -56,8 +56,8 @@ def logits_of(engine: TorchEngine, name: str, monkeypatch: pytest.MonkeyPatch, n
     seen: list[Tensor] = []
     run = engine._run
 
-    def record(spans: list[Span]) -> Tensor:
-        seen.append(run(spans))
+    def record(spans: list[Span], step_tokens: list[int]) -> Tensor:
+        seen.append(run(spans, step_tokens))
         return seen[-1]
 
     monkeypatch.setattr(engine, "_run", record)
