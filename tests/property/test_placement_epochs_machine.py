@@ -309,7 +309,7 @@ async def play(seed: int, num_actions: int, members_change: bool) -> Engine:
     return engine
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_rank_runs_every_step_with_one_placement_that_is_really_there(seed: int) -> None:
     engine = asyncio.run(play(seed, 700, members_change=False))
@@ -320,7 +320,7 @@ def test_every_rank_runs_every_step_with_one_placement_that_is_really_there(seed
     assert max(epochs) >= 2
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_members_that_die_and_join_leave_one_sound_placement(seed: int) -> None:
     engine = asyncio.run(play(seed, 1200, members_change=True))
