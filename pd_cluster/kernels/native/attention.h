@@ -1,14 +1,14 @@
-/* Softmax attention of a run of query rows over cached keys and values, 64 keys at a time.
+/* Softmax attention of a run of query rows over cached keys and values, 128 keys at a time.
  *
- * Blocks of keys start at multiples of 64 of the position, and a row keeps its own running maximum: a row's bits depend
- * on its query and on what is cached, not on the other rows of the step nor on how its prompt was cut.
+ * Blocks of keys start at multiples of 128 of the position, and a row keeps its own running maximum: a row's bits
+ * depend on its query and on what is cached, not on the other rows of the step nor on how its prompt was cut.
  */
 #pragma once
 
 #include "vector.h"
 
 #define UNIT 16
-#define KEY_BLOCK 64
+#define KEY_BLOCK 128
 #define ROWS_AT_ONCE 192 /* query rows (token, head) that share one packing of a block of keys */
 
 /* Where one head's keys and values lie, in units of 16 tokens: at base + units[i] * unit_stride, or in a row when
@@ -22,6 +22,7 @@ typedef struct {
     const bf16 *more_keys;
     int64_t more_stride, more_dim;
     int64_t unit_bytes; /* that lie together from the keys of a unit on; 0: they are in the caches already */
+    int64_t num_units;  /* that the queries see */
 } Cache;
 
 /* `num_tokens` query tokens from `position` on, `num_heads` heads each, against one head of keys. */
@@ -34,7 +35,7 @@ typedef struct {
     float scale;
 } Queries;
 
-/* out = softmax(scale q K^T) V, token t seeing keys up to position + t. One thread; what it will read after this call,
- * the first keys of `next` unless null, is fetched meanwhile.
+/* out = softmax(scale q K^T) V, token t seeing keys up to position + t. One thread; the first units of `next`, unless
+ * null, are fetched meanwhile, for they are read after this call.
  */
 void attend(const Cache *cache, const Queries *queries, const Cache *next);

@@ -2,10 +2,13 @@
 
 #include "scratch.h"
 
-/* One slot's rows, a panel of its matrix. */
-INLINE void expert_panel(const Linear *w, const bf16 *const *rows, int64_t num_rows, int64_t p, float *sums) {
+/* One block of a slot's rows, a panel of its matrix. */
+INLINE void expert_panel(const Linear *w, const bf16 *const *rows, int64_t num_rows, int64_t p, int64_t block,
+                         int64_t num_blocks, float *sums) {
+    const char *chunks[MOST_CHUNKS];
     Panel panel = panel_of(w, p);
-    multiply_panel(rows, num_rows, panel.weights, panel.vectors, w->k / 2, sums, PANEL, 0, 0);
+    multiply_panel(rows, num_rows, panel.weights, panel.vectors, w->k / 2, sums, PANEL, 0,
+                   block_chunks(w, panel, block, num_blocks, 0, chunks));
 }
 
 int64_t used_slots(const Pairs *pairs, Used *used) {
@@ -29,14 +32,12 @@ void run_experts(const ExpertsLayer *layer, const Pairs *pairs, const Used *used
                 const bf16 *rows[ROWS];
                 float panel[ROWS * PANEL] __attribute__((aligned(64)));
                 for (int64_t m = begin; m < end; m++) rows[m - begin] = x + pairs->rows[used[u].first + m] * hidden;
-                expert_panel(&w, rows, end - begin, p, panel);
+                expert_panel(&w, rows, end - begin, p, b, blocks, panel);
                 for (int64_t m = begin; m < end; m++)
                     gate_sums(panel + (m - begin) * PANEL, panel_of(&w, p).vectors,
                               gated + (used[u].first + m) * width + p * PANEL / 2, width - p * PANEL / 2);
             }
         }
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < num_rows; r++) memset(sums + r * hidden, 0, hidden * sizeof(float));
     /* a thread keeps its panels through all slots, so that a row's experts are added in their order */
     for (int64_t u = 0; u < num_used; u++) {
 #pragma omp for schedule(static) nowait
@@ -49,16 +50,23 @@ void run_experts(const ExpertsLayer *layer, const Pairs *pairs, const Used *used
                 const bf16 *rows[ROWS];
                 float panel[ROWS * PANEL] __attribute__((aligned(64)));
                 for (int64_t m = begin; m < end; m++) rows[m - begin] = gated + (used[u].first + m) * width;
-                expert_panel(&w, rows, end - begin, p, panel);
+                expert_panel(&w, rows, end - begin, p, b, blocks, panel);
                 for (int64_t m = begin; m < end; m++) {
                     float *sum = sums + pairs->rows[used[u].first + m] * hidden + p * PANEL;
                     float weight = pairs->weights[used[u].first + m], *term = panel + (m - begin) * PANEL;
-                    for (int64_t c = 0; c < columns; c++) sum[c] += weight * term[c];
+                    int64_t c = 0;
+                    for (; c + LANES <= columns; c += LANES) vstore(sum + c, vload(sum + c) + weight * vload(term + c));
+                    for (; c < columns; c++) sum[c] += weight * term[c];
                 }
             }
         }
     }
 #pragma omp barrier
+}
+
+void clear_sums(float *sums, int64_t n, int64_t num_rows) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < num_rows; r++) memset(sums + r * n, 0, n * sizeof(float));
 }
 
 /* out = the rows' sums over their experts here, rounded once: [num_rows, hidden]. */
@@ -72,6 +80,7 @@ void experts_layer(const ExpertsLayer *layer, int64_t num_slots, const int64_t *
     Used *used = scratch(TASKS, num_slots * sizeof(Used));
     int64_t num_used = used_slots(&pairs, used);
     TEAM(num_threads) {
+        clear_sums(sums, hidden, num_rows);
         run_experts(layer, &pairs, used, num_used, x, num_rows, gated, sums);
         store_sums(sums, hidden, num_rows, out, STORE);
     }

@@ -23,8 +23,11 @@ typedef struct {
 /* The used slots in order, [num_slots] room; how many. */
 int64_t used_slots(const Pairs *pairs, Used *used);
 
-/* sums[row] = sum over its pairs of weight * expert(x[row]), float32 [num_rows, hidden], added in the order of slots.
+/* sums[row] += the sum over its pairs of weight * expert(x[row]), float32 [num_rows, hidden], in the order of slots.
  * `gated` is room for [pairs, intermediate]. By the team.
  */
 void run_experts(const ExpertsLayer *layer, const Pairs *pairs, const Used *used, int64_t num_used, const bf16 *x,
                  int64_t num_rows, bf16 *gated, float *sums);
+
+/* Zeros to add to. By the team. */
+void clear_sums(float *sums, int64_t n, int64_t num_rows);

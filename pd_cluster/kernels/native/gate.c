@@ -30,13 +30,18 @@ INLINE void score(const Gate *gate, const float *x, const int tokens, float *log
 static void activate(const Gate *gate, float *scores) {
     int64_t n = gate->num_experts;
     if (gate->sigmoid) {
-        for (int64_t e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + vexp(vset(-scores[e]))[0]);
+        int64_t e = 0;
+        for (; e + LANES <= n; e += LANES) vstore(scores + e, 1.0f / (1.0f + vexp(-vload(scores + e))));
+        for (; e < n; e++) scores[e] = 1.0f / (1.0f + vexp(vset(-scores[e]))[0]);
         return;
     }
     float highest = scores[0], sum = 0;
     for (int64_t e = 1; e < n; e++) highest = scores[e] > highest ? scores[e] : highest;
-    for (int64_t e = 0; e < n; e++) sum += scores[e] = vexp(vset(scores[e] - highest))[0];
-    for (int64_t e = 0; e < n; e++) scores[e] /= sum;
+    int64_t e = 0;
+    for (; e + LANES <= n; e += LANES) vstore(scores + e, vexp(vload(scores + e) - highest));
+    for (; e < n; e++) scores[e] = vexp(vset(scores[e] - highest))[0];
+    for (e = 0; e < n; e++) sum += scores[e];
+    for (e = 0; e < n; e++) scores[e] /= sum;
 }
 
 /* The highest of values[0..n) that is not taken, the first of equal ones; it becomes taken. One is left to take. */
@@ -86,7 +91,9 @@ void route(const Gate *gate, const bf16 *x, int64_t num_tokens, int64_t *experts
         int64_t tokens = num_tokens - first < TOKENS ? num_tokens - first : TOKENS;
         float *rows = scratch(ROWS_SUM, (TOKENS * hidden + (TOKENS + 1) * n + gate->num_groups) * sizeof(float));
         float *scores = rows + TOKENS * hidden, *choice = scores + TOKENS * n, *ranks = choice + n;
-        for (int64_t i = 0; i < tokens * hidden; i++) rows[i] = to_float(x[first * hidden + i]);
+        int64_t i = 0;
+        for (; i + LANES <= tokens * hidden; i += LANES) vstore(rows + i, vload_bf16(x + first * hidden + i));
+        for (; i < tokens * hidden; i++) rows[i] = to_float(x[first * hidden + i]);
         if (tokens == TOKENS)
             score(gate, rows, TOKENS, scores);
         else

@@ -1,4 +1,6 @@
 /* Grouped-query attention, from the norm before it to the sum behind it. */
+#include <omp.h>
+
 #include "attention.h"
 #include "norm.h"
 #include "scratch.h"
@@ -34,9 +36,29 @@ static void write_and_rotate(const GqaLayer *layer, const Step *step, const Page
 
 INLINE Cache gqa_cache(const GqaLayer *layer, const Step *step, const Pages *pages, const Task *task) {
     const bf16 *keys = pages->base + layer->read[task->group] * pages->head_stride;
-    const int64_t *units = step->units + step->segments[task->segment].first_unit;
+    const Segment *segment = step->segments + task->segment;
+    const int64_t *units = step->units + segment->first_unit;
     return (Cache){units, pages->unit_stride, layer->head_dim, keys, keys + UNIT * layer->head_dim,
-                   layer->head_dim, layer->head_dim, 0, 0, 0, 4 * UNIT * layer->head_dim};
+                   layer->head_dim, layer->head_dim, 0, 0, 0, 4 * UNIT * layer->head_dim, units_seen(segment, task)};
+}
+
+/* The same keys and values of the next layer, which lie behind this one's (something else behind the last layer's). A
+ * thread expects its share.
+ */
+static void expect_next_layer(const GqaLayer *layer, const Step *step, const Pages *pages, const Task *tasks,
+                              int64_t num_tasks) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t first = num_tasks * thread / threads, last = num_tasks * (thread + 1) / threads, count = 0;
+    int64_t unit_bytes = 4 * UNIT * layer->head_dim, most = MOST_AHEAD / unit_bytes;
+    const char **pieces = pieces_ahead(most);
+    if (step->num_tokens <= 2 * ROWS) last = first; /* as few rows fetch nothing */
+    for (int64_t i = first; i < last; i++) {
+        if (tasks[i].first) continue; /* an earlier run of the segment's tokens fetched them */
+        Cache cache = gqa_cache(layer, step, pages, tasks + i);
+        for (int64_t u = 0; u < cache.num_units && count < most; u++)
+            pieces[count++] = (const char *)(cache.keys + cache.units[u] * cache.unit_stride) + unit_bytes;
+    }
+    expect(pieces, count, unit_bytes);
 }
 
 /* x += attention(norm(x)), or `partial` = that: [num_tokens, hidden]. The new tokens' keys and values are written. */
@@ -50,7 +72,7 @@ void gqa_layer(const GqaLayer *layer, const Step *step, const Pages *pages, bf16
     Task *tasks = attention_tasks(step, layer->num_groups, heads, 0, &num_tasks);
     TEAM(step->num_threads) {
         normalise(&layer->norm, x, hidden, normed, hidden, T, hidden);
-        linear(&layer->qkv, normed, hidden, T, qkv, width, STORE);
+        linear(&layer->qkv, normed, hidden, T, qkv, width, STORE, upcoming());
         write_and_rotate(layer, step, pages, qkv);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_tasks; i++) {
@@ -64,6 +86,7 @@ void gqa_layer(const GqaLayer *layer, const Step *step, const Pages *pages, bf16
                                layer->scale};
             attend(&cache, &queries, &next);
         }
-        linear(&layer->out, attended, q_width, T, partial ? partial : x, hidden, partial ? STORE : ADD);
+        expect_next_layer(layer, step, pages, tasks, num_tasks);
+        linear(&layer->out, attended, q_width, T, partial ? partial : x, hidden, partial ? STORE : ADD, upcoming());
     }
 }

@@ -1,4 +1,6 @@
 /* Multi-head latent attention (arXiv 2405.04434), from the norm before it to the sum behind it. */
+#include <omp.h>
+
 #include "attention.h"
 #include "norm.h"
 #include "scratch.h"
@@ -46,6 +48,30 @@ static int64_t next_run(const Step *step, int64_t *segment, int64_t *first, int6
     return 1;
 }
 
+INLINE Cache latent_cache(const MlaLayer *layer, const Step *step, const Pages *pages, const Task *task) {
+    const Segment *segment = step->segments + task->segment;
+    int64_t C = layer->kv_lora_rank, latent_dim = C + layer->rope_dim;
+    return (Cache){step->units + segment->first_unit, pages->unit_stride, latent_dim, pages->base, pages->base,
+                   latent_dim, C, 0, 0, 0, 2 * UNIT * latent_dim, units_seen(segment, task)};
+}
+
+/* The latents that a thread's share of the tasks will read. */
+static void expect_latents(const MlaLayer *layer, const Step *step, const Pages *pages, const Task *tasks,
+                           int64_t num_tasks) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t first = num_tasks * thread / threads, last = num_tasks * (thread + 1) / threads, count = 0;
+    int64_t unit_bytes = 2 * UNIT * (layer->kv_lora_rank + layer->rope_dim), most = MOST_AHEAD / unit_bytes;
+    const char **pieces = pieces_ahead(most);
+    if (step->num_tokens <= 2 * ROWS) last = first; /* as few rows fetch nothing */
+    for (int64_t i = first; i < last; i++) {
+        if (tasks[i].first) continue; /* an earlier run of the segment's tokens fetched them */
+        Cache cache = latent_cache(layer, step, pages, tasks + i);
+        for (int64_t u = 0; u < cache.num_units && count < most; u++)
+            pieces[count++] = (const char *)(cache.keys + cache.units[u] * cache.unit_stride);
+    }
+    expect(pieces, count, unit_bytes);
+}
+
 static void attend_absorbed(const MlaLayer *layer, const Step *step, const Pages *pages, const bf16 *q, bf16 *queries,
                             bf16 *mixed, bf16 *attended, const Task *tasks, int64_t num_tasks) {
     int64_t heads = layer->num_heads, C = layer->kv_lora_rank, R = layer->rope_dim, q_dim = layer->nope_dim + R;
@@ -56,7 +82,8 @@ static void attend_absorbed(const MlaLayer *layer, const Step *step, const Pages
             Linear absorb = matrix_of(&layer->absorb, layer->absorb_stride, h);
             const bf16 *from = q + (first * heads + h) * q_dim;
             bf16 *to = queries + (first * heads + h) * latent_dim;
-            linear_panels(&absorb, from, heads * q_dim, count, to, heads * latent_dim, STORE, 0, num_panels(&absorb));
+            linear_panels(&absorb, from, heads * q_dim, count, to, heads * latent_dim, STORE, 0, num_panels(&absorb),
+                          0);
             for (int64_t t = 0; t < count; t++)
                 memcpy(to + t * heads * latent_dim + C, from + t * heads * q_dim + layer->nope_dim, R * sizeof(bf16));
         }
@@ -65,11 +92,8 @@ static void attend_absorbed(const MlaLayer *layer, const Step *step, const Pages
     for (int64_t i = 0; i < num_tasks; i++) {
         const Segment *segment = step->segments + tasks[i].segment;
         int64_t token = segment->first_token + tasks[i].first;
-        const Segment *segment_ahead = i + 1 < num_tasks ? step->segments + tasks[i + 1].segment : segment;
-        Cache cache = {step->units + segment->first_unit, pages->unit_stride, latent_dim, pages->base, pages->base,
-                       latent_dim, C, 0, 0, 0, 2 * UNIT * latent_dim};
-        Cache next = cache;
-        next.units = step->units + segment_ahead->first_unit;
+        Cache cache = latent_cache(layer, step, pages, tasks + i);
+        Cache next = i + 1 < num_tasks ? latent_cache(layer, step, pages, tasks + i + 1) : cache;
         Queries rows = {queries + token * heads * latent_dim, heads * latent_dim, latent_dim,
                         mixed + token * heads * C, heads * C, C,
                         heads, tasks[i].last - tasks[i].first, segment->num_prefix + tasks[i].first, layer->scale};
@@ -80,7 +104,7 @@ static void attend_absorbed(const MlaLayer *layer, const Step *step, const Pages
         for (int64_t h = 0; h < heads; h++) {
             Linear expand = matrix_of(&layer->expand_values, layer->expand_values_stride, h);
             linear_panels(&expand, mixed + (first * heads + h) * C, heads * C, count,
-                          attended + (first * heads + h) * V, heads * V, STORE, 0, num_panels(&expand));
+                          attended + (first * heads + h) * V, heads * V, STORE, 0, num_panels(&expand), 0);
         }
     }
 }
@@ -101,10 +125,11 @@ static void attend_expanded(const MlaLayer *layer, const Step *step, const Pages
         bf16 *expanded = scratch(EXPANDED, num_units * UNIT * width * sizeof(bf16));
         Linear keys = matrix_of(&layer->expand_keys, layer->expand_keys_stride, h);
         Linear values = matrix_of(&layer->expand_values, layer->expand_values_stride, h);
-        linear_panels(&keys, latents, latent_dim, num_units * UNIT, expanded, width, STORE, 0, num_panels(&keys));
+        linear_panels(&keys, latents, latent_dim, num_units * UNIT, expanded, width, STORE, 0, num_panels(&keys),
+                      0);
         linear_panels(&values, latents, latent_dim, num_units * UNIT, expanded + N, width, STORE, 0,
-                      num_panels(&values));
-        Cache cache = {0, UNIT * width, width, expanded, expanded + N, N, V, latents + C, latent_dim, R, 0};
+                      num_panels(&values), 0);
+        Cache cache = {0, UNIT * width, width, expanded, expanded + N, N, V, latents + C, latent_dim, R, 0, num_units};
         for (int64_t first = 0; first < segment->num_tokens; first += ROWS_AT_ONCE) {
             int64_t left = segment->num_tokens - first, token = segment->first_token + first;
             Queries rows = {q + (token * heads + h) * (N + R), heads * (N + R), 0,
@@ -133,16 +158,18 @@ void mla_layer(const MlaLayer *layer, const Step *step, const Pages *pages, bf16
     bf16 *latents = scratch(LATENTS, num_units * UNIT * latent_dim * sizeof(bf16));
     Task *tasks = attention_tasks(step, 1, heads, 0, &num_tasks);
     TEAM(step->num_threads) {
+        expect_latents(layer, step, pages, tasks, num_tasks);
         normalise(&layer->norm, x, hidden, normed, hidden, T, hidden);
-        linear(&layer->compress, normed, hidden, T, compressed, compressed_dim, STORE);
+        linear(&layer->compress, normed, hidden, T, compressed, compressed_dim, STORE, upcoming());
         if (layer->q_norm.weight)
             normalise(&layer->q_norm, compressed, compressed_dim, q_input, layer->q_b.k, T, layer->q_b.k);
-        linear(&layer->q_b, q_input, layer->q_b.k, T, q, layer->q_b.n, STORE);
+        linear(&layer->q_b, q_input, layer->q_b.k, T, q, layer->q_b.n, STORE, upcoming());
         write_latents(layer, step, pages, compressed, q);
         attend_absorbed(layer, step, pages, q, queries, queries + T * heads * latent_dim, attended, tasks, num_tasks);
         for (int64_t s = 0; s < step->num_segments; s++)
             if (step->segments[s].expanded)
                 attend_expanded(layer, step, pages, step->segments + s, q, latents, attended);
-        linear(&layer->out, attended, layer->out.k, T, partial ? partial : x, hidden, partial ? STORE : ADD);
+        expect(0, 0, 1);
+        linear(&layer->out, attended, layer->out.k, T, partial ? partial : x, hidden, partial ? STORE : ADD, 0);
     }
 }

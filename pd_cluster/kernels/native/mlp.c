@@ -9,7 +9,7 @@ void mlp_layer(const MlpLayer *layer, int64_t num_tokens, bf16 *x, bf16 *out, in
     bf16 *gated = scratch(HIDDEN, num_tokens * width * sizeof(bf16));
     TEAM(num_threads) {
         if (layer->norm.weight) normalise(&layer->norm, x, hidden, normed, hidden, num_tokens, hidden);
-        linear(&layer->gate_up, normed, hidden, num_tokens, gated, width, STORE);
-        linear(&layer->down, gated, width, num_tokens, out ? out : x, hidden, out ? STORE : ADD);
+        linear(&layer->gate_up, normed, hidden, num_tokens, gated, width, STORE, upcoming());
+        linear(&layer->down, gated, width, num_tokens, out ? out : x, hidden, out ? STORE : ADD, upcoming());
     }
 }

@@ -1,4 +1,6 @@
 /* A layer of experts that all live here: norm, router, experts, shared expert and sum in one call. */
+#include <omp.h>
+
 #include "experts.h"
 #include "gate.h"
 #include "mlp.h"
@@ -33,6 +35,18 @@ static void sort_pairs(const MoeLayer *layer, int64_t num_tokens, const int64_t 
     }
 }
 
+/* The first matrices of a thread's share of the slots: its products with the shared expert leave the memory idle. */
+static void expect_experts(const MoeLayer *layer, const Used *used, int64_t num_used) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t first = num_used * thread / threads, last = num_used * (thread + 1) / threads;
+    const Linear *up = &layer->experts.gate_up;
+    const char **pieces = pieces_ahead(last - first);
+    for (int64_t u = first; u < last; u++)
+        pieces[u - first] = (const char *)matrix_of(up, layer->experts.gate_up_stride, used[u].slot).packed;
+    int64_t slot_bytes = 2 * packed_size(up->n, up->k, up->gated), most = (MOST_AHEAD + slot_bytes - 1) / slot_bytes;
+    expect(pieces, last - first < most ? last - first : most, slot_bytes);
+}
+
 /* x += moe(norm(x)): [num_tokens, hidden]. */
 void moe_layer(const MoeLayer *layer, int64_t num_tokens, bf16 *x, int64_t num_threads) {
     int64_t hidden = layer->gate.hidden, num_pairs = num_tokens * layer->gate.num_chosen, shared = layer->shared.down.k;
@@ -57,11 +71,15 @@ void moe_layer(const MoeLayer *layer, int64_t num_tokens, bf16 *x, int64_t num_t
             sort_pairs(layer, num_tokens, experts, weights, slot_counts, starts, rows, row_weights);
             num_used = used_slots(&pairs, used);
         }
-        run_experts(&layer->experts, &pairs, used, num_used, normed, num_tokens, gated, sums);
+        expect_experts(layer, used, num_used);
         if (layer->shared.gate_up.packed) {
-            linear(&layer->shared.gate_up, normed, hidden, num_tokens, shared_gated, shared, STORE);
-            linear(&layer->shared.down, shared_gated, shared, num_tokens, sums, hidden, ADD_FLOAT);
+            linear(&layer->shared.gate_up, normed, hidden, num_tokens, shared_gated, shared, STORE, upcoming());
+            linear(&layer->shared.down, shared_gated, shared, num_tokens, sums, hidden, STORE_FLOAT, upcoming());
+        } else {
+            clear_sums(sums, hidden, num_tokens);
         }
+        expect(0, 0, 1);
+        run_experts(&layer->experts, &pairs, used, num_used, normed, num_tokens, gated, sums);
         store_sums(sums, hidden, num_tokens, x, ADD);
     }
 }

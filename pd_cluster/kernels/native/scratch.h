@@ -18,6 +18,7 @@ typedef enum {
     EXPANDED,
     ROUTED,
     PAIRS,
+    AHEAD,
     NUM_PURPOSES
 } Purpose;
 

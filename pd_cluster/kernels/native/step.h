@@ -45,6 +45,11 @@ typedef struct {
     int64_t segment, group, first, last;
 } Task;
 
+/* Of a segment, up to a task's last token. */
+INLINE int64_t units_seen(const Segment *segment, const Task *task) {
+    return (segment->num_prefix + task->last + 15) / 16;
+}
+
 /* Every (segment, group) cut into runs of tokens that share packed keys; the costliest, which see most, come first.
  * Segments in the other form are left out. Valid until the thread asks again.
  */

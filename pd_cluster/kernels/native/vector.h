@@ -107,7 +107,7 @@ INLINE vf vdot(vf acc, vu a, vu b) {
 #endif
 }
 
-/* 2^x for x <= 0, within 6e-6 of it, 2^-126 below that; a NaN stays one. */
+/* 2^x for x < 127, within 6e-6 of it; 2^-126 for all x below -126. A NaN stays one. */
 INLINE vf vexp2(vf x) {
     x = vmax(vset(-126.0f), x);
     vf shifted = x + 12582912.0f; /* its lowest bits are the nearest whole number */
@@ -118,6 +118,16 @@ INLINE vf vexp2(vf x) {
     p = p * r + 6.9312805e-1f;
     p = p * r + 1.0f;
     return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+/* 1 / x for a normal x, within 2^-23 of it. */
+INLINE vf vreciprocal(vf x) {
+#ifdef __AVX512F__
+    vf r = (vf)_mm512_rcp14_ps((__m512)x);
+    return r * (2.0f - x * r);
+#else
+    return 1.0f / x;
+#endif
 }
 
 /* e^x, within 2 units in the last place for -87 < x < 88; outside it is the value at the bound. A NaN stays one: vmax

@@ -8,7 +8,7 @@ void head_layer(const Norm *norm, const Linear *head, const bf16 *x, int64_t num
     bf16 *normed = scratch(NORMED, num_rows * head->k * sizeof(bf16));
     TEAM(num_threads) {
         normalise(norm, x, head->k, normed, head->k, num_rows, head->k);
-        linear(head, normed, head->k, num_rows, logits, head->n, STORE_FLOAT);
+        linear(head, normed, head->k, num_rows, logits, head->n, STORE_FLOAT, 0);
     }
 }
 
