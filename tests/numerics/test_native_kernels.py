@@ -1,5 +1,6 @@
 """The C kernels against torch and float64, built for this processor and for poorer ones, in every form of a layer."""
 
+import ctypes
 import shutil
 from collections.abc import Callable, Iterator
 from ctypes import CDLL
@@ -12,6 +13,7 @@ import torch
 from golden import Cluster, model
 from torch import Tensor
 
+from pd_cluster.bench.roofline import READ_PATTERNS
 from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
@@ -79,6 +81,28 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(kernels: CDLL) -> None:
     whole = packed(x)
     for count in (1, 2, 3, 4, 5, 6, 7, 64):
         assert torch.equal(packed(x[20 : 20 + count]), whole[20 : 20 + count])
+
+
+class Stream(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("piece", "end", "piece_bytes", "at", "left")]
+
+
+def test_memory_ahead_is_handed_out_once_in_chunks(kernels: CDLL) -> None:
+    pieces = (ctypes.c_int64 * 3)(10_000, 50_000, 90_000)
+    first = ctypes.addressof(pieces)
+    stream, chunks = Stream(first, first + 3 * 8, 2500, 0, 0), (ctypes.c_int64 * 4)()
+    assert kernels.take_chunks(ctypes.byref(stream), chunks, ctypes.c_int64(4)) == 1
+    assert list(chunks) == [10_000, 11_024, 50_000, 51_024]
+    assert kernels.take_chunks(ctypes.byref(stream), chunks, ctypes.c_int64(4)) == 1
+    assert list(chunks) == [90_000, 91_024, 91_024, 91_024]
+    assert kernels.take_chunks(ctypes.byref(stream), chunks, ctypes.c_int64(4)) == 0
+    assert kernels.take_chunks(None, chunks, ctypes.c_int64(4)) == 0
+
+
+@pytest.mark.parametrize(("num_streams", "ahead"), READ_PATTERNS)
+def test_a_pass_over_memory_reads_all_of_it(kernels: CDLL, num_streams: int, ahead: int) -> None:
+    memory = torch.ones(num_streams * 640)
+    assert kernels.sum_of_bytes(memory.data_ptr(), 4 * len(memory), num_streams, ahead) == len(memory)
 
 
 def test_highest_of_rows_is_the_first_and_a_nan_wins(small: "Small") -> None:
@@ -153,13 +177,18 @@ def gqa_config(num_heads: int, num_kv_heads: int, head_dim: int, **options: Any)
     )
 
 
-def mla_config(q_lora_rank: int | None) -> ModelConfig:
+def mla_config(q_lora_rank: int | None, *, num_heads: int = 4, latent_dim: int = 70, rope_dim: int = 12) -> ModelConfig:
     config = model("deepseek_v3_yarn").config
     attention = MlaConfig(
-        num_heads=4, q_lora_rank=q_lora_rank, kv_lora_rank=70, qk_nope_head_dim=24, qk_rope_head_dim=12, v_head_dim=40
+        num_heads=num_heads,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=latent_dim,
+        qk_nope_head_dim=24,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=40,
     )
     return msgspec.structs.replace(
-        config, attention=attention, rope=msgspec.structs.replace(config.rope, dim=12), softmax_scale=0.0
+        config, attention=attention, rope=msgspec.structs.replace(config.rope, dim=rope_dim), softmax_scale=0.0
     )
 
 
@@ -169,6 +198,7 @@ CONFIGS = {
     "normalised heads of 8, one KV head": gqa_config(5, 1, 8, qk_norm=True),
     "latents and compressed queries": mla_config(36),
     "latents and plain queries": mla_config(None),
+    "latents of whole vectors": mla_config(36, num_heads=6, latent_dim=64, rope_dim=32),
 }
 PROMPTS = [
     torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
