@@ -8,6 +8,7 @@ temperature, min_p, top_k, top_p. Log probabilities are those of the raw logits.
 
 # S sequences of the batch, V vocabulary, R rows of one part of it, C candidates
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -76,7 +77,7 @@ class Sampler:
             return []
         raw_SV = logits_SV[:, : self.vocab_size]
         max_S, argmax_S = self._highest(raw_SV)
-        valid = torch.isfinite(max_S).tolist()
+        valid = [math.isfinite(highest) for highest in max_S.tolist()]
         tokens: list[int | None] = [t if ok else None for t, ok in zip(argmax_S.tolist(), valid, strict=True)]
 
         adjusted = [i for i, row in enumerate(rows) if valid[i] and self._adjusts(row)]
