@@ -201,6 +201,7 @@ class NixlDispatcher:
                 f"a step of {len(hidden_TH)} tokens with {slots_TK.shape[1]} experts each, but the dispatcher was "
                 f"sized for {self.shape.max_tokens} with {self.shape.num_chosen}"
             )
+        self.posts.enter()
         sequence, self._sequence = self._sequence, self._sequence + 1
         return OneSidedCombining(
             self, sequence % AT_ONCE, tag_of(self.generation, sequence), hidden_TH, slots_TK, weights_TK
@@ -308,6 +309,7 @@ class OneSidedCombining:
         state = np.zeros_like(self._state)
         state[int(dispatcher.ranks[0])] = ARRIVED
         dispatcher.wait(COMBINE, parity, tag, state, np.zeros_like(self._counts))
+        dispatcher.posts.leave()
         out_TH, num_missing = dispatcher.wire.add(parity, tag, state, self._sent, self._own_RH)
         if num_missing:
             dispatcher.lose_rows()

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.1
 BUSY_POLL_S = 1e-3
+PIECES = 16
+"""TCP sends a piece of a large write each time it is polled."""
+
 QUIESCE_S = 1.0
 """How long a new generation waits for writes of the old one before it cuts their connection."""
 
@@ -70,7 +73,11 @@ class Posts:
         self._pending: dict[tuple[int, Phase, int], Any] = {}
         self._unreleased: list[Any] = []
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = False
+        self._woken = threading.Event()
+        self._sleeps_long = False
+        self._is_waiting = False
+        self._left_s = 0.0
         self._poller = threading.Thread(target=self._poll_when_idle, name=f"dispatch-{buffers.rank}", daemon=True)
         self._poller.start()
 
@@ -203,7 +210,8 @@ class Posts:
 
     def close(self) -> None:
         """No peer may write here any more, or the process ends."""
-        self._closing.set()
+        self._closing = True
+        self._woken.set()
         self._poller.join(5.0)
         with self._lock:
             for rank in list(self.peers):
@@ -228,13 +236,31 @@ class Posts:
         except self._errors.all:
             self._unreleased.append(handle)
 
+    def enter(self) -> None:
+        """An exchange begins: who waits for it also polls."""
+        self._is_waiting = True
+
+    def leave(self) -> None:
+        """Whoever waited polls no longer: the thread sees to it that writes under way get to their ends."""
+        self._is_waiting = False
+        self._left_s = time.monotonic()
+        if self._pending and self._sleeps_long:
+            self._woken.set()
+
     def _poll_when_idle(self) -> None:
-        pause_s = IDLE_POLL_S
-        while not self._closing.wait(pause_s):
-            self.progress()
-            pause_s = min(pause_s * 1.5, IDLE_POLL_S) if self._pending else IDLE_POLL_S
-            if self._pending and pause_s == IDLE_POLL_S:
-                pause_s = BUSY_POLL_S
+        while not self._closing:
+            # a peer that does not poll lets writes wait for it: look less and less often
+            pause_s = max(BUSY_POLL_S, (time.monotonic() - self._left_s) / 20)
+            if self._pending and pause_s < IDLE_POLL_S:
+                time.sleep(pause_s)
+            else:
+                self._sleeps_long = True
+                self._woken.wait(IDLE_POLL_S)
+                self._sleeps_long = False
+                self._woken.clear()
+            for _ in range(PIECES if self._pending else 1):
+                if not self._is_waiting:
+                    self.progress()
 
 
 def decode_endpoint(payload: bytes) -> Endpoint:
