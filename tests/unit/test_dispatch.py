@@ -1,5 +1,7 @@
-"""Every dispatcher sends the same tokens to the same experts: over gloo, permuted in one process, added up."""
+"""Every dispatcher sends the same tokens to the same experts: over gloo, by one-sided writes, permuted, added up."""
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pd_cluster.errors import EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.model.moe import ExpertSlots
 from pd_cluster.parallel.collective import CollectiveDispatcher
 from pd_cluster.parallel.dispatch import Dispatcher
 from pd_cluster.parallel.groups import Groups, share
 from pd_cluster.parallel.local import LocalDispatcher
+from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.parallel.replicated import ReplicatedDispatcher, single_rank
 
 H, INNER, RANKS, PER_RANK, K = 8, 4, 4, 3, 3
@@ -41,6 +45,33 @@ def compute(
     return combining.combine([experts[arrived.rank](arrived) for arrived in combining.arrived()])
 
 
+@contextlib.contextmanager
+def dispatchers(kind: str, dtype: torch.dtype, pool: ThreadPoolExecutor) -> Iterator[list[Dispatcher]]:
+    """One of each rank, met and ready."""
+    if kind == "collective":
+        store = dist.HashStore()
+
+        def meet(rank: int) -> Dispatcher:
+            groups = Groups.connect(store, rank=Rank(rank), tensor_parallel=1, data_parallel=RANKS, timeout_s=20)
+            return CollectiveDispatcher(groups, PER_RANK)
+
+        yield list(pool.map(meet, range(RANKS)))
+        return
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    made = [
+        NixlDispatcher(rank, RANKS, PER_RANK, max_tokens=32, num_chosen=K, hidden_size=H, dtype=dtype) for rank in ranks
+    ]
+    for one in made:
+        for other in made:
+            if one is not other:
+                one.connect(other.ranks[0], other.endpoint())
+    for one in made:
+        one.begin(0, ranks)
+    yield list(made)
+    for one in made:
+        one.close()
+
+
 def whole(hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertSlots) -> Tensor:
     return compute(single_rank(RANKS * PER_RANK), {Rank(0): experts}, hidden, slots, weights)
 
@@ -63,45 +94,55 @@ def test_virtual_ranks_equal_the_whole(num_tokens: int) -> None:
     assert torch.allclose(result, whole(hidden, slots, weights, experts), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["collective", "nixl"])
 @pytest.mark.parametrize("one_expert", [False, True])
 @pytest.mark.parametrize("counts", [[5, 0, 17, 1], [0, 0, 0, 3], [0, 0, 0, 0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_with_uneven_tokens_equal_the_whole(counts: list[int], dtype: torch.dtype, one_expert: bool) -> None:
+def test_ranks_with_uneven_tokens_equal_the_whole(
+    counts: list[int], dtype: torch.dtype, one_expert: bool, kind: str
+) -> None:
     hidden, slots, weights, experts = make(sum(counts), dtype)
     if one_expert:
         slots = torch.full_like(slots[:, :1], 7)
         weights = weights[:, :1]
     bounds = torch.tensor([0, *counts]).cumsum(0).tolist()
-    store = dist.HashStore()
 
-    def run(rank: int) -> Tensor:
-        groups = Groups.connect(store, rank=Rank(rank), tensor_parallel=1, data_parallel=RANKS, timeout_s=20)
+    def run(dispatcher: Dispatcher) -> Tensor:
+        (rank,) = dispatcher.ranks
         own = slice(bounds[rank], bounds[rank + 1])
-        dispatcher = CollectiveDispatcher(groups, PER_RANK)
-        return compute(dispatcher, {Rank(rank): part(experts, rank)}, hidden[own], slots[own], weights[own])
+        return compute(dispatcher, {rank: part(experts, rank)}, hidden[own], slots[own], weights[own])
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        result = torch.cat(list(pool.map(run, range(RANKS))))
+    with ThreadPoolExecutor(RANKS) as pool, dispatchers(kind, dtype, pool) as of_ranks:
+        result = torch.cat(list(pool.map(run, of_ranks)))
     assert result.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 0.2
     assert torch.allclose(result, whole(hidden, slots, weights, experts), atol=tolerance)
 
 
-def test_exchanging_and_permuting_give_equal_bits() -> None:
+@pytest.mark.parametrize("kind", ["collective", "nixl"])
+def test_exchanging_and_permuting_give_equal_bits(kind: str) -> None:
     """The same packing, counting and adding: which wire carries the rows makes no difference at all."""
     hidden, slots, weights, experts = make(22)
     parts = {Rank(rank): part(experts, rank) for rank in range(RANKS)}
     local = compute(LocalDispatcher(RANKS, PER_RANK), parts, hidden, slots, weights)
-    store = dist.HashStore()
 
-    def run(rank: int) -> Tensor:
-        groups = Groups.connect(store, rank=Rank(rank), tensor_parallel=1, data_parallel=RANKS, timeout_s=20)
+    def run(dispatcher: Dispatcher) -> Tensor:
+        (rank,) = dispatcher.ranks
         own = slice(*share(22, rank, RANKS))
-        dispatcher = CollectiveDispatcher(groups, PER_RANK)
-        return compute(dispatcher, {Rank(rank): parts[Rank(rank)]}, hidden[own], slots[own], weights[own])
+        return compute(dispatcher, {rank: parts[rank]}, hidden[own], slots[own], weights[own])
 
-    with ThreadPoolExecutor(RANKS) as pool:
-        assert torch.equal(torch.cat(list(pool.map(run, range(RANKS)))), local)
+    with ThreadPoolExecutor(RANKS) as pool, dispatchers(kind, torch.float32, pool) as of_ranks:
+        assert torch.equal(torch.cat(list(pool.map(run, of_ranks))), local)
+
+
+@pytest.mark.parametrize("slot", [-1, RANKS * PER_RANK])
+def test_a_slot_that_does_not_exist_is_refused_by_number(slot: int) -> None:
+    hidden, slots, weights, experts = make(4)
+    slots[2, 1] = slot
+    one_rank = CollectiveDispatcher(Groups(), RANKS * PER_RANK)
+    for dispatcher in (LocalDispatcher(RANKS, PER_RANK), one_rank):
+        with pytest.raises(EngineError, match=f"slot {slot}, but there are only slots 0 to 11"):
+            compute(dispatcher, {Rank(0): experts}, hidden, slots, weights)
 
 
 def test_replicated_ranks_add_up_to_the_whole() -> None:
