@@ -1,5 +1,5 @@
 """What a streamed token costs from the engine's output to the client's socket: CPU time of the front end's process, and
-of all that engines' ranks do beside computing.
+of the event loops of ranks.
 
 Opens streams of /v1/completions over plain sockets, so that the client costs little, and reads CPU times from /proc
 before and after. Without an address it serves the bundled model, colocated, in processes of its own. Next to a peer,
@@ -29,9 +29,9 @@ def cpu_s(pid: int) -> float:
     return _cpu_s(Path(f"/proc/{pid}/stat"))
 
 
-def thread_cpu_s(pid: int) -> dict[int, float]:
-    """CPU time of each thread of a process so far, seconds."""
-    return {int(task.name): _cpu_s(task / "stat") for task in Path(f"/proc/{pid}/task").iterdir()}
+def event_loop_cpu_s(pid: int) -> float:
+    """CPU time so far of a rank's first thread, which runs its event loop: it takes steps' outcomes to the routers."""
+    return _cpu_s(Path(f"/proc/{pid}/task/{pid}/stat"))
 
 
 def _cpu_s(stat: Path) -> float:
@@ -85,21 +85,14 @@ class Process(NamedTuple):
 
 def measure(process: Process, *, num_streams: int, num_tokens: int) -> dict[str, float]:
     """One load: CPU microseconds for each token, and tokens per second."""
-    before_s, ranks_before_s = cpu_s(process.pid), [thread_cpu_s(pid) for pid in process.rank_pids]
+    before_s, ranks_before_s = cpu_s(process.pid), sum(map(event_loop_cpu_s, process.rank_pids))
     wall_s = asyncio.run(load(process.url, process.model, num_streams, num_tokens))
     count = num_streams * num_tokens
-    ranks_s = [beside_engine_s(b, thread_cpu_s(pid)) for b, pid in zip(ranks_before_s, process.rank_pids, strict=True)]
     return {
         "cpu_us_per_token": (cpu_s(process.pid) - before_s) / count * 1e6,
-        "worker_us_per_token": sum(ranks_s) / count * 1e6,
+        "worker_us_per_token": (sum(map(event_loop_cpu_s, process.rank_pids)) - ranks_before_s) / count * 1e6,
         "tok_s": count / wall_s,
     }
-
-
-def beside_engine_s(before: dict[int, float], after: dict[int, float]) -> float:
-    """CPU time that a rank spent between two looks in all of its threads but the busiest, which computes steps."""
-    spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
-    return sum(spent) - max(spent, default=0.0)
 
 
 def run(
@@ -107,7 +100,7 @@ def run(
     peer: Process | None = None,
     *,
     streams: tuple[int, ...] = (32, 128, 512),
-    num_tokens: int = 64,
+    num_tokens: int = 192,
     repeats: int = 3,
 ) -> dict[str, Any]:
     """Medians over `repeats` for each number of streams, in loads that alternate with the peer's; and what we spend,

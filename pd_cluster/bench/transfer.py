@@ -1,10 +1,10 @@
 """How fast KV moves between two processes of this host, against what one thread copies by itself.
 
-A source and a target process each have an arena, a NIXL backend and a transfer thread, as ranks have. The source
-writes `total_bytes` as blocks scattered over the target's arena and counts until every write is done; the target
-counts records. In the same run one thread copies the same blocks with memcpy, and, where the host permits it,
-`process_vm_readv` reads them from the source, which is the kernel's own way between two processes and the bound of
-UCX's shared memory path.
+A source and a target process each have an arena, a NIXL backend and a transfer thread, as ranks have, and a CPU each
+where there are two. The source writes `total_bytes` as blocks scattered over the target's arena and counts until every
+write is done; the target counts records. In the same run one thread copies the same blocks with memcpy, and,
+where the host permits it, `process_vm_readv` reads them from the source, which is the kernel's own way between two
+processes and the bound of UCX's shared memory path.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pd_cluster.cpus import bind
 from pd_cluster.errors import TransferFailed
 from pd_cluster.ids import EngineEpoch, Rank, TransferId
 from pd_cluster.kv.layout import KvLayout
@@ -62,8 +63,16 @@ def _rank(
     return backend, thread, said
 
 
-def _target(pipe: Connection, total_bytes: int) -> None:
+def _own_cpu(index: int) -> frozenset[int] | None:
+    """A CPU for one of the two sides, so that neither takes the other's away; None where there is one for both."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return frozenset({cpus[index]}) if len(cpus) > 1 else None
+
+
+def _target(pipe: Connection, total_bytes: int, cpus: frozenset[int] | None) -> None:
     """The target process: offer the arena, count records, and say when it has those of a round."""
+    if cpus is not None:
+        bind(cpus)
     arena_bytes = np.zeros(total_bytes, np.uint8)
     backend, thread, said = _rank(EPOCH, arena_bytes)
     thread.is_expecting = True
@@ -78,7 +87,7 @@ def _target(pipe: Connection, total_bytes: int) -> None:
 
 
 def run(
-    total_bytes: int = 256 << 20, block_bytes: int = 256 << 10, write_bytes: int = 16 << 20, repeats: int = 15
+    total_bytes: int = 256 << 20, block_bytes: int = 1 << 20, write_bytes: int = 16 << 20, repeats: int = 15
 ) -> dict[str, Any]:
     """Move `total_bytes` in blocks of `block_bytes`, at most `write_bytes` to a write, `repeats` times; medians.
 
@@ -93,8 +102,11 @@ def run(
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_target, args=(theirs, total_bytes), daemon=True)
+    process = context.Process(target=_target, args=(theirs, total_bytes, _own_cpu(1)), daemon=True)
     process.start()
+    before, ours_alone = os.sched_getaffinity(0), _own_cpu(0)
+    if ours_alone is not None:
+        bind(ours_alone)
     _, thread, said = _rank("bench-source", source)
     try:
         peer = msgspec.msgpack.decode(_receive(ours), type=RankEndpoint)
@@ -113,6 +125,7 @@ def run(
         _memcpy(source, expected, copies)
         assert _receive(ours) == expected[:: max(total_bytes // 4096, 1)].tobytes(), "the target has other bytes"
     finally:
+        os.sched_setaffinity(0, before)
         thread.stop()
         process.join(10.0)
         process.kill()

@@ -38,7 +38,7 @@ def streams(
     peer_pid: Annotated[int | None, typer.Option(help="The process of its front end.")] = None,
     peer_model: Annotated[str | None, typer.Option(help="The model's name there; default: the same.")] = None,
     num: Annotated[list[int] | None, typer.Option(help="Streams at once; may be repeated.", min=1)] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=1)] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=1)] = 192,
     repeats: Annotated[int, typer.Option(help="Loads of each; medians are shown.", min=1)] = 3,
     json: options.AsJson = False,
 ) -> None:
