@@ -123,7 +123,10 @@ class Directory:
         """A worker is there, new, restarted or reconnected."""
         known = self._workers.get(info.worker_id)
         work = structs.replace(self._work, kv_token_bytes=max(1.0, info.block_bytes / max(1, info.block_size)))
-        costs = known.costs if known is not None else WorkerCosts(self._hardware, work, self._pool)
+        peers = [worker for worker in self._workers.values() if worker.info.engine_id == info.engine_id]
+        # DP ranks of an engine step together: what one measured holds for all, also for those that had nothing to do
+        shared = (known or (peers[0] if peers else None)) if info.data_parallel > 1 else known
+        costs = shared.costs if shared is not None else WorkerCosts(self._hardware, work, self._pool)
         worker = self._workers[info.worker_id] = Worker(info, epoch, costs)
         self._forget_old_pairs()
         return worker

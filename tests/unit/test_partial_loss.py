@@ -2,11 +2,12 @@
 
 import pytest
 from fake_worker import Cluster, FakeWorker, continuation, request
+from msgspec import structs
 from test_pipeline import PROMPT, tokens
 
 from pd_cluster import messages as m
 from pd_cluster.ids import EngineEpoch, WorkerId
-from router.directory import Health
+from router.directory import Directory, Health
 from router.lives import Lives
 
 
@@ -98,3 +99,18 @@ async def test_a_transfer_to_a_dead_member_is_over_whether_it_comes_back_or_not(
         cluster.attach(member(0, life))
     assert all(link.target.epoch != first.epoch for link in cluster.pipeline._links._links.values())
     assert cluster.pipeline.directory.get(WorkerId("decode-0/0")) is not None
+
+
+def test_dp_ranks_of_an_engine_share_what_was_measured_of_their_steps() -> None:
+    """Else the one that measured in a quiet moment looks faster than its peers for as long as these have no work."""
+    directory = Directory()
+    infos = [structs.replace(member(dp_rank, "a").info, data_parallel=2) for dp_rank in range(2)]
+    first, second = (directory.welcome(info, EngineEpoch(f"a{info.dp_rank}")) for info in infos)
+    second.observe_load(m.WorkerLoad(num_running=4, num_context_tokens=64, step_s=0.2))
+    first.observe_load(m.WorkerLoad(num_running=4, num_context_tokens=64, step_s=0.05))
+    assert first.costs.step_s(1, 32) == second.costs.step_s(1, 32)
+    again = directory.welcome(infos[1], EngineEpoch("b1"))
+    assert again.costs.step_s(1, 32) == first.costs.step_s(1, 32)
+    other = directory.welcome(FakeWorker("decode-1").info, EngineEpoch("c"))
+    other.observe_load(m.WorkerLoad(num_running=4, num_context_tokens=64, step_s=0.01))
+    assert other.costs.step_s(1, 32) < first.costs.step_s(1, 32)
