@@ -25,6 +25,7 @@ from pd_cluster.model.config import MlaConfig, ModelConfig, MoeConfig
 from pd_cluster.model.expert_arena import is_intact
 from pd_cluster.model.moe import Moe
 from pd_cluster.model.random_weights import RandomSource
+from pd_cluster.model.source import open_model
 from pd_cluster.model.step_map import StepMap, choose_by_step
 from pd_cluster.parallel.balance import plan
 from pd_cluster.parallel.placement import Placement, spread
@@ -110,6 +111,26 @@ def test_copies_chosen_by_the_counts_of_the_step_compute_the_same(
     engine = build(num_ranks, redundant, replica_choice="step")
     assert isinstance(engine.model.moe_layers[0].choice, StepMap)
     assert (logits(engine) - expected).abs().max() < TOLERANCE
+
+
+def test_in_bfloat16_steps_choose_copies_as_well_as_hashes_do() -> None:
+    """The bundled model with packed experts: which copy computes makes no difference but to rounding."""
+    demo = open_model("demo")
+    config = demo.config
+    assert config.moe is not None
+
+    def engine(num_ranks: int, **options: Any) -> TorchEngine:
+        placement = spread(config.moe.num_experts, num_ranks, config.num_moe_layers, 8 if num_ranks > 1 else 0)  # type: ignore[union-attr]
+        sizes = {"dtype": "bfloat16", "block_size": 16, "num_blocks": 16}
+        return build_engine(config, demo.source, placement=placement, **sizes, **options)  # type: ignore[arg-type]
+
+    alone = logits(engine(1))
+    errors = {
+        choice: (logits(engine(4, dispatcher="local", replica_choice=choice)) - alone).abs().median()
+        for choice in ("hash", "step")
+    }
+    assert errors["step"] < 2 * errors["hash"]
+    assert errors["step"] < 0.1 * alone.std()
 
 
 def test_copies_are_chosen_by_hash_on_a_gpu(many: TorchEngine) -> None:
