@@ -168,9 +168,8 @@ async def test_void_steps_are_run_again_and_change_nothing_but_their_number(pree
         prompts = [list(range(i + 1, 20 + 3 * i)) for i in range(3)]
         for index, prompt in enumerate(prompts):
             setup.add(f"r{index}", prompt, 30)
-            await asyncio.sleep(0.002)
         setup.add("gone", list(range(1, 30)), 30)
-        await asyncio.sleep(0.002)
+        await until(lambda: engine.num_void > 2)
         setup.scheduler.abort(RequestId("gone"))
         await setup.role.until_ended(3)
         for index, prompt in enumerate(prompts):
