@@ -2,6 +2,7 @@
 # make check  lint, types, import contract, gRPC API and its stubs
 # make test   all tests
 # make bench  measure this machine
+# make losses lose members of an elastic group many times, and measure what it costs
 # make gpu    run the GPU kernels' numerics and measure them against the card
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,10 +13,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check format test security bench gpu clean
+.PHONY: help venv demo check format test security losses bench gpu clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -6
 
 venv: $(VENV)/.dev
 
@@ -65,6 +66,10 @@ $(TOOLS)/checkov/bin/checkov: | $(BIN)/python
 # what the chart's objects and the image would be reproached with, by checkov
 security: $(VENV)/.dev $(TOOLS)/checkov/bin/checkov
 	$(BIN)/python -m pytest tests/deploy/test_security.py
+
+# members of an elastic group lost many times, at moments drawn by chance
+losses: $(VENV)/.dev
+	PD_CLUSTER_LOSSES=25 $(BIN)/python -m pytest -s tests/faults/test_rank_loss_processes.py tests/faults/test_rank_cut_off.py
 
 bench: $(VENV)/.run
 	$(BIN)/pd-cluster bench transfer
