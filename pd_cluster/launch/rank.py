@@ -24,6 +24,7 @@ import torch
 
 from pd_cluster import log as logs
 from pd_cluster.clock import SystemClock
+from pd_cluster.config import EngineSection
 from pd_cluster.cpus import bind
 from pd_cluster.devices import CPU_MAX_KV_BYTES, CPU_MEMORY_FRACTION, GPU_MEMORY_FRACTION, device_name, narrow_to_one
 from pd_cluster.engine.elastic_sync import ElasticSync
@@ -41,6 +42,7 @@ from pd_cluster.launch.spec import LEASE_S, RankReport, RankSpec
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.parallel.one_sided import NixlDispatcher
+from pd_cluster.parallel.placement import slots_to_lose_one
 from pd_cluster.rpc.addresses import join_address
 from pd_cluster.transfer.contract import Backend, Event, RankEndpoint
 from pd_cluster.transfer.thread import TransferThread
@@ -301,7 +303,7 @@ class RankServer:
             dispatch_dtype=section.dispatch_dtype if section.data_parallel > 1 else "auto",
             micro_batches=section.micro_batches,
             replica_choice=section.replica_choice,
-            expert_slots_per_rank=section.expert_slots_per_rank,
+            expert_slots_per_rank=_expert_slots(section, model),
             without_experts=self._joins,
             eos_token_ids=model.eos_token_ids,
             progress=lambda done, total: self._rendezvous.progress("weights", done, total),
@@ -372,6 +374,17 @@ class RankServer:
                 held = False
             if not held:
                 raise EngineError("the supervisor has given this rank up, or gave no sign for a lease: it ends")
+
+
+def _expert_slots(section: EngineSection, model: LoadedModel) -> int | None:
+    """Of an elastic engine enough to lose any one DP rank, unless the configuration says; None: what is needed."""
+    moe = model.config.moe
+    if section.expert_slots_per_rank is not None or moe is None or not section.elastic:
+        return section.expert_slots_per_rank
+    shape = section.data_parallel, section.tensor_parallel
+    num_ranks = section.data_parallel * section.tensor_parallel
+    needed = -(-(moe.num_experts + section.redundant_experts) // num_ranks)
+    return max(needed, slots_to_lose_one(moe.num_experts, *shape) or 0)
 
 
 async def serve_rank(spec: RankSpec, stopping: asyncio.Event) -> None:

@@ -105,3 +105,12 @@ def spread(
     return Placement(
         epoch=0, num_ranks=num_ranks, num_experts=num_experts, slots_per_rank=per_rank, layers=(layer,) * num_layers
     )
+
+
+def slots_to_lose_one(num_experts: int, data_parallel: int, tensor_parallel: int) -> int | None:
+    """Slots of each rank and layer by which the others can take over the experts of any one DP rank; None where that
+    would be more than half as many again as without it: with two DP ranks, each would hold every expert.
+    """
+    if data_parallel < 3:
+        return None
+    return -(-num_experts // ((data_parallel - 1) * tensor_parallel))
