@@ -126,8 +126,8 @@ class NamespaceLauncher(ProcessLauncher):
     def host(self) -> str:
         return "0.0.0.0"
 
-    def _start(self, spec: RankSpec) -> ProcessHandle:
+    def _start(self, spec: RankSpec, gpu: str | None, variables: dict[str, str]) -> ProcessHandle:
         control = CONTROL[spec.role]
         placed = structs.replace(spec, store_host=f"{control}.1", bind_host=f"{control}.2")
         self._command = ["ip", "netns", "exec", self._net.names[spec.role], *self._rank_command]
-        return super()._start(placed)
+        return super()._start(placed, gpu, variables)
