@@ -170,9 +170,10 @@ class EngineLoop:
     def _plan(self, step: int) -> StepPlan:
         """What this worker would do now; a plan without work needs no step."""
         self._work.clear()
-        if not self._scheduler.has_work():
+        now_s = self._clock.now_s()
+        if not self._scheduler.has_work(now_s):
             return StepPlan(step=step)
-        plan = self._scheduler.plan(step, self._clock.now_s())
+        plan = self._scheduler.plan(step, now_s)
         self._role.planned()
         preempted = [] if plan.work else self._scheduler.take_preempted()
         if preempted:  # no step will tell

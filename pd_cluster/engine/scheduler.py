@@ -188,9 +188,12 @@ class Scheduler:
 
     # ---- steps
 
-    def has_work(self) -> bool:
+    def has_work(self, now_s: float) -> bool:
         """Whether a plan made now would have work, provided no step is in flight."""
-        return bool(self._running) or self._admit() is not None
+        if self._running:
+            return True
+        self._order(now_s)
+        return self._admit() is not None
 
     def plan(self, step: int, now_s: float) -> StepPlan:
         """The next step; empty when there is nothing to do. Each plan with work must be run and completed, in order;

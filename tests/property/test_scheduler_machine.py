@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.plans) < MAX_DEPTH)
     @rule()
     def launch(self) -> None:
-        might_work = self.scheduler.has_work()
+        might_work = self.scheduler.has_work(float(self.step))
         plan = self.scheduler.plan(self.step, float(self.step))
         self.step += 1
         assert plan.num_tokens <= self.budget
@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.release()
             while self.evicted:
                 self.resume()
-            if not self.plans and not self.scheduler.has_work():
+            if not self.plans and not self.scheduler.has_work(float(self.step)):
                 break
             if len(self.plans) < 1 + self.step % MAX_DEPTH:
                 before = len(self.plans)

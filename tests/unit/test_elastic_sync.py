@@ -287,7 +287,7 @@ async def test_survivors_go_on_with_their_own_tokens_whoever_dies_and_the_replac
             await issuing
             await group.issue()
         await group.until_formed()
-        await until(lambda: all(len(m.ended) == len(m.tokens) and not m.scheduler.has_work() for m in group.living))
+        await until(lambda: all(len(m.ended) == len(m.tokens) and not m.scheduler.has_work(0.0) for m in group.living))
         for member in group.living:
             member.add(f"last-r{index}", prompt_of(index))
         await until(lambda: all(RequestId(f"last-r{index}") in m.ended for m in group.living))

@@ -87,7 +87,7 @@ class Worker:
     def run_all(self, max_steps: int = 1000) -> list[StepPlan]:
         plans: list[StepPlan] = []
         for _ in range(max_steps):
-            if not self._plans and not self.scheduler.has_work():
+            if not self._plans and not self.scheduler.has_work(0.0):
                 return plans
             plans.append(self.launch())
             if self._plans and (len(self._plans) >= self.depth or not plans[-1].work):
@@ -141,7 +141,7 @@ def test_requests_draw_the_same_tokens_whatever_the_budget_and_depth(
 
 def test_empty_plan_of_an_idle_worker_needs_no_completion() -> None:
     worker = Worker()
-    assert not worker.scheduler.has_work()
+    assert not worker.scheduler.has_work(0.0)
     for step in range(3):
         assert worker.scheduler.plan(step, 0.0) == StepPlan(step=step)
     assert worker.scheduler.complete(StepResult(step=2, sampled=[])) == StepOutcome()
@@ -232,7 +232,7 @@ def test_finish_reason(sampling: dict[str, object], tokens: list[int], finish: F
     outcome = draw(scheduler, *tokens)
     assert outcome.tokens[0].finish == finish
     assert outcome.tokens[0].token_ids == tokens[-1:]
-    assert scheduler.has_work() == (finish is None)
+    assert scheduler.has_work(0.0) == (finish is None)
 
 
 @pytest.mark.parametrize("options", [{"max_model_len": 32}, {"num_blocks": 2}])
@@ -434,10 +434,10 @@ def test_sole_request_gives_way_to_reserved_blocks_without_spinning(preempt: str
     for _ in range(18):
         worker.run()
     assert worker.launch().work == []
-    assert not worker.scheduler.has_work()
+    assert not worker.scheduler.has_work(0.0)
     assert worker.scheduler.take_preempted() == (["a"] if preempt == "evict" else [])
     worker.scheduler.cancel(reservation.block_ids)
-    assert worker.scheduler.has_work() == (preempt == "requeue")
+    assert worker.scheduler.has_work(0.0) == (preempt == "requeue")
     worker.run_all()
     worker.assert_idle()
 
@@ -473,7 +473,7 @@ def test_prefill_only_request_reports_progress_and_is_held_until_released() -> N
     [prefilled] = outcomes[-1].prefilled
     assert (prefilled.request_id, prefilled.token_id, prefilled.finish) == (a, toy_tokens(prompt_of(40), 1)[0], None)
     assert all(o.tokens == [] for o in outcomes)
-    assert not worker.scheduler.has_work()
+    assert not worker.scheduler.has_work(0.0)
     assert worker.scheduler.load().num_held_blocks == 3
     assert worker.scheduler.load().num_free_blocks == 29
     worker.scheduler.release(a)
@@ -520,10 +520,10 @@ def test_no_prefill_starts_while_too_many_blocks_are_held() -> None:
         worker.scheduler.add(request(f"r{index}", prompt_of(30, index)), prefill_only=True, now_s=0.0)
     worker.run_all()  # r0 and r1 fill the first step, 4 blocks
     assert worker.scheduler.load().num_held_blocks == 4
-    assert not worker.scheduler.has_work()
+    assert not worker.scheduler.has_work(0.0)
     assert worker.scheduler.plan(99, 0.0).work == []
     worker.scheduler.release(RequestId("r0"))
-    assert worker.scheduler.has_work()
+    assert worker.scheduler.has_work(0.0)
     worker.step = 100
     worker.run_all()
     for index in range(4):
