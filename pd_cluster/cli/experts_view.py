@@ -29,7 +29,7 @@ def experts_table(placements: list[PlacementStatus], layers: int) -> RenderableT
             Text("changing", style="yellow") if placement.is_changing else Text(""),
         )
         if placement.last_reason:
-            reasons.append(Text(f"{placement.engine_id}: {placement.last_reason}", style="dim"))
+            reasons.append(Text(f"{placement.engine_id}, last given up: {placement.last_reason}", style="dim"))
     parts: list[RenderableType] = [table]
     for placement in sorted(placements, key=lambda p: p.engine_id):
         worst = sorted(enumerate(placement.layers), key=lambda item: (-item[1].imbalance, item[0]))[:layers]
