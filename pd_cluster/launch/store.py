@@ -93,8 +93,9 @@ class StoreServer:
         self.store.set(LEASE_KEY, str(self._beats))
 
     def revoke(self, epoch: EngineEpoch) -> None:
-        """End the lease of one life, for ranks that nobody else may reach."""
+        """End the lease of one life, for ranks that nobody else may reach: over once this returns."""
         write(self.store, revoked_key(epoch), b"")
+        self.store.check([revoked_key(epoch)])  # writes are not answered: only then has the server seen it
 
     def report(self, epoch: EngineEpoch, rank: Rank) -> RankReport | None:
         data = read(self.store, report_key(epoch, rank))
