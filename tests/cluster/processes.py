@@ -48,7 +48,12 @@ class Command:
         return [pid for pid in found if pid != self.process.pid]
 
     def ranks(self) -> list[int]:
-        return [pid for pid in self.family() if b"pd_cluster.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        found = []
+        for pid in self.family():
+            with contextlib.suppress(OSError):  # it has just ended
+                if b"pd_cluster.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     def finish(self, timeout_s: float = 120.0) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
