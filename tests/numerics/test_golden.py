@@ -8,6 +8,7 @@ from golden import MLA_NAMES, MOE_NAMES, NAMES, TOLERANCE, Cluster, model, prefi
 from torch import Tensor
 
 from pd_cluster.kernels.paged import GqaPages
+from pd_cluster.model.halves import Stages
 from pd_cluster.model.mla import Mla
 from pd_cluster.model.transformer import Layer
 
@@ -51,17 +52,16 @@ def test_greedy_tokens_agree_whatever_the_chunks(cluster: Clusters, name: str, b
 def test_hidden_states_agree_after_every_layer(cluster: Clusters, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = cluster(name, block_size=16).engines[0]
     states: list[Tensor] = []
-    layers: list[Tensor] = []
-    plain = Layer.__call__
+    plain = Layer.stages
 
-    def record(layer: Layer, x_TH: Tensor, *rest: object) -> Tensor:
+    def record(layer: Layer, x_TH: Tensor, *rest: object) -> Stages:
         states.append(x_TH)
-        layers.append(plain(layer, x_TH, *rest))  # type: ignore[arg-type]
-        return layers[-1]
+        return (yield from plain(layer, x_TH, *rest))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Layer, "__call__", record)
+    monkeypatch.setattr(Layer, "stages", record)
     with torch.inference_mode():
         states.append(engine.model.norm(prefill(engine, [prompts(name)[1]])))
+    assert len(states) == len(engine.model.layers) + 1
     for i, state in enumerate(states):
         assert largest_difference(state, reference(name)[f"prompt1.hidden.{i}"]) < TOLERANCE
 
