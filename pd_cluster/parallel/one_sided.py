@@ -48,6 +48,9 @@ from pd_cluster.parallel.wire import (
 SUSPECT_S = 0.5
 """Whoever is waited for longer is named by `suspects`."""
 
+FORGOTTEN_S = 1.0
+"""Without an exchange for so long, what did not come in the last one says nothing any more."""
+
 STEP_DEADLINE_S = 10.0
 NEAR_LOOK_S, FAR_LOOK_S = 1e-3, 30e-6
 """How long to look at memory between two polls of NIXL: where writes land by themselves, and where polling helps."""
@@ -108,6 +111,8 @@ class NixlDispatcher:
         self._void = False
         self._waited_s = 0.0  # in this step
         self._waiting: tuple[float, Bytes] | None = None
+        self._overdue: dict[int, float] = {}  # ranks whose last message did not come: since when
+        self._waited_at_s = 0.0  # the last time
 
     # ---- membership
 
@@ -157,6 +162,7 @@ class NixlDispatcher:
         self._far = any(not self.posts.is_near(rank) for rank in others if rank in self.posts.peers)
         self._void = False
         self._waited_s = 0.0
+        self._overdue = {}
 
     def mask(self, rank: Rank) -> None:
         """Stop waiting for this life of `rank`, at once."""
@@ -182,11 +188,15 @@ class NixlDispatcher:
         return void
 
     def suspects(self) -> list[Rank]:
-        """Ranks waited for longer than SUSPECT_S right now, or to which the connection broke."""
+        """Ranks waited for longer than SUSPECT_S right now, or in one exchange after the other, and those to which the
+        connection broke.
+        """
         suspected = set(self.posts.broken & self._live)
-        waiting = self._waiting
-        if waiting is not None and time.monotonic() - waiting[0] >= SUSPECT_S:
+        waiting, now_s = self._waiting, time.monotonic()
+        if waiting is not None and now_s - waiting[0] >= SUSPECT_S:
             suspected.update(np.nonzero(waiting[1] == AWAITED)[0].tolist())
+        if waiting is not None or now_s - self._waited_at_s <= FORGOTTEN_S:
+            suspected.update(rank for rank, since_s in self._overdue.copy().items() if now_s - since_s >= SUSPECT_S)
         return [Rank(rank) for rank in sorted(suspected)]
 
     def close(self) -> None:
@@ -246,6 +256,15 @@ class NixlDispatcher:
             os.sched_yield()
         self._waiting = None
         self._waited_s += waited_s
+        self._note_overdue(state, started_s)
+
+    def _note_overdue(self, state: Bytes, started_s: float) -> None:
+        """Remember since when messages do not come, over the ends of steps."""
+        self._waited_at_s = time.monotonic()
+        overdue = (state != ARRIVED) & (self.buffers.ignored == 0)
+        if overdue.any() or self._overdue:
+            before = self._overdue
+            self._overdue = {rank: before.get(rank, started_s) for rank in np.nonzero(overdue)[0].tolist()}
 
     def _too_late(self, waited_s: float) -> bool:
         return self._waited_s + waited_s > self.step_deadline_s

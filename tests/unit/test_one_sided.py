@@ -194,6 +194,21 @@ def test_a_slow_rank_is_waited_for_and_named() -> None:
         assert not any(dispatcher.take_void() for dispatcher in ranks.all)
 
 
+def test_a_rank_that_costs_one_step_after_the_other_its_deadline_is_named_over_their_ends() -> None:
+    with Ranks(2, step_deadline_s=0.1) as ranks:
+        step = Step([4, 4])
+        dispatcher = ranks.all[0]
+        started_s = time.monotonic()
+        while time.monotonic() - started_s < 1.5 * SUSPECT_S:
+            step.run(dispatcher)
+            assert dispatcher.take_void()
+        assert dispatcher.suspects() == [Rank(1)]
+        ranks.begin(1)
+        assert dispatcher.suspects() == []
+        results = ranks.each(lambda rank: step.run(ranks.all[rank]))
+        assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
+
+
 STOPS = ["before dispatch", "between dispatch and combine", "after its own combine began"]
 
 
