@@ -15,6 +15,9 @@ from pd_cluster.messages import WorkerLoad
 MAX_WAIT_S = float(os.environ.get("PD_CLUSTER_MAX_WAIT_S", "10"))
 """To the next token of any stream, on whatever machine tests run; 2 s on a quiet one."""
 
+WHY_NOT = None if "PD_CLUSTER_LOSSES" in os.environ else "takes minutes of several busy processes: make losses"
+"""Losses of processes are for `make losses`; `make test` loses members within one process, and one rank under load."""
+
 NUM_STREAMS = 8
 NUM_TOKENS = 200
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from living import LivingCluster
-from losing import MAX_WAIT_S, Streams, elastic, ids_of, until_joined
+from losing import MAX_WAIT_S, WHY_NOT, Streams, elastic, ids_of, until_joined
 from msgspec import structs
 from namespaces import DROP, ip, unavailable
 
@@ -19,7 +19,7 @@ from pd_cluster.ids import Rank
 from pd_cluster.launch.process import ProcessHandle, ProcessLauncher
 from pd_cluster.launch.spec import RankSpec
 
-REASON = unavailable()
+REASON = WHY_NOT or unavailable()
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 VICTIM = Rank(2)

@@ -15,9 +15,13 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from living import LivingCluster
-from losing import MAX_WAIT_S, Streams, elastic, ids_of, until_joined
+from losing import MAX_WAIT_S, WHY_NOT, Streams, elastic, ids_of, until_joined
 
-pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
 
 NUM_LOSSES = int(os.environ.get("PD_CLUSTER_LOSSES", "1"))
 """Of each kind; more for statistics."""
