@@ -90,7 +90,7 @@ class DecodeWorker:
     def leave(self) -> None:
         """Others are to do without this worker: it takes nothing new, and what it has goes on elsewhere."""
         self._leaving = True
-        for request_id, transfer_id in list(self._transfer_of.items()):
+        for request_id, transfer_id in reversed(list(self._transfer_of.items())):  # an abort lets the next one in
             reservation = self.reservations.get(transfer_id)
             if reservation is None or reservation.state is not ReservationState.GRANTED:  # its prefill goes on
                 error = Unavailable("this worker leaves its group: ask another").info()

@@ -9,7 +9,7 @@ from pd_cluster import messages as m
 from pd_cluster.clock import FakeClock
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.errors import Unavailable, from_info
-from pd_cluster.ids import EngineEpoch, RouterId, TransferId, WorkerId
+from pd_cluster.ids import EngineEpoch, RequestId, RouterId, TransferId, WorkerId
 
 ROUTER = RouterId("router")
 SOURCE = EngineEpoch("prefill-epoch")
@@ -59,12 +59,12 @@ def made() -> tuple[DecodeWorker, Outgoing]:
     return worker, outgoing
 
 
-def reserve(worker: DecodeWorker, name: str) -> None:
+def reserve(worker: DecodeWorker, name: str, num_tokens: int = 40) -> None:
     worker.on_messages(
         ROUTER,
         [
             m.Reserve(
-                request=request(name, prompt=range(1, 41)),
+                request=request(name, prompt=range(1, 1 + num_tokens)),
                 transfer_id=TransferId(f"t-{name}"),
                 source=WorkerId("prefill-0/0"),
                 source_epoch=SOURCE,
@@ -78,13 +78,18 @@ def test_requests_on_their_way_are_resumed_and_those_in_line_ask_elsewhere() -> 
     worker, outgoing = made()
     for name in ("a", "b", "c"):
         reserve(worker, name)
+    reserve(worker, "d", num_tokens=8)  # would fit, but c is in front of it
     assert [(type(message), message.request_id) for message in outgoing.take()] == [(m.Granted, "a"), (m.Granted, "b")]
     worker.leave()
-    said = {message.request_id: message for message in outgoing.take() if not isinstance(message, m.Granted)}
+    told = outgoing.take()
+    said = {message.request_id: message for message in told}
+    assert len(said) == len(told), "nothing is granted on the way out"
     assert said["a"] == m.Preempted(request_id=said["a"].request_id)
     assert said["b"] == m.Preempted(request_id=said["b"].request_id)
-    assert isinstance(said["c"], m.Failed)
-    assert isinstance(from_info(said["c"].error), Unavailable)
+    for name in ("c", "d"):
+        failed = said[RequestId(name)]
+        assert isinstance(failed, m.Failed)
+        assert isinstance(from_info(failed.error), Unavailable)
     assert worker.load().draining
     assert not worker.idle, "their sources may still write"
     worker.on_messages(ROUTER, [m.EngineDead(dead=SOURCE)])
