@@ -13,22 +13,20 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
+from pd_cluster.bench.completions import streamed
 from pd_cluster.bench.serve_process import paused
 from pd_cluster.bench.servers import Server, random_prompt
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, Unavailable
 
 SETTLE_S = 3.0
 """Before a window: for whatever the servers were doing to end."""
 
 PATIENCE_S = 60.0
 """For what a window left: requests that take longer count as failed."""
-
-LINE_LIMIT = 1 << 20
 
 
 class Bounds(Struct, frozen=True, kw_only=True):
@@ -132,39 +130,25 @@ async def send(server: Server, asked: Asked, prompt: list[int], start_s: float) 
     try:
         async with asyncio.timeout(PATIENCE_S):
             await _follow(server, prompt, served, due_s)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, Unavailable) as error:
         served.error = str(error) or type(error).__name__
     return served
 
 
 async def _follow(server: Server, prompt: list[int], served: Served, due_s: float) -> None:
-    body = json.dumps(
-        {
-            "model": server.model,
-            "prompt": prompt,
-            "max_tokens": served.asked.num_output,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-    ).encode()
-    parts = urlsplit(server.url)
-    host = parts.hostname or "127.0.0.1"
-    reader, writer = await asyncio.open_connection(host, parts.port or 80, limit=LINE_LIMIT)
-    try:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-        status = (await reader.readline()).split()
-        if status[1:2] != [b"200"]:
-            served.error = b" ".join(status[1:]).decode()
-            return
+    asked = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": served.asked.num_output,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    async with streamed(server.url, asked) as reader:
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 now_s = time.perf_counter() - due_s
                 served.times_s += [now_s] * num_tokens(line[6:])
-    finally:
-        writer.close()
 
 
 def num_tokens(event: bytes) -> int:

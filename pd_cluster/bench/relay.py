@@ -9,8 +9,8 @@ what it joins. No product: nothing is retried and nothing is cancelled at the se
 import asyncio
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
+from pd_cluster.bench.completions import posted
 from pd_cluster.errors import Unavailable
 
 LIMIT = 16 << 20
@@ -49,16 +49,6 @@ async def read_message(reader: asyncio.StreamReader) -> tuple[str, bytes]:
     return first, await reader.read(-1)
 
 
-async def post(url: str, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request on a connection of its own."""
-    parts = urlsplit(url)
-    host, data = parts.hostname or "127.0.0.1", json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(host, parts.port or 80, limit=LIMIT)
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
-    return reader, writer
-
-
 class Relay:
     """Relays what it is asked on its port from the prefill to the decode server."""
 
@@ -81,18 +71,14 @@ class Relay:
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, data = await read_message(reader)
         path, body = first.split()[1], json.loads(data)
-        answers, asking = await post(self._prefill_url, path, for_prefill(body))
-        status, prefilled = await read_message(answers)
-        asking.close()
+        async with posted(self._prefill_url, path, for_prefill(body), LIMIT) as answers:
+            status, prefilled = await read_message(answers)
         if status.split()[1] != "200":
             raise Unavailable(f"the prefill server answered {status}: {prefilled[:300].decode(errors='replace')}")
-        tokens, asking = await post(self._decode_url, path, for_decode(body, json.loads(prefilled)))
-        try:
+        async with posted(self._decode_url, path, for_decode(body, json.loads(prefilled)), LIMIT) as tokens:
             while chunk := await tokens.read(CHUNK):
                 writer.write(chunk)
                 await writer.drain()
-        finally:
-            asking.close()
 
 
 async def serve(prefill_url: str, decode_url: str, host: str, port: int) -> None:

@@ -6,14 +6,12 @@ that a busy machine is busy for both, and medians are compared.
 """
 
 import asyncio
-import json
 import random
 import statistics
 import time
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from pd_cluster.errors import Unavailable
+from pd_cluster.bench.completions import streamed
 
 SHORT_PROMPT = 16
 FIRST_ID, LAST_ID = 1000, 30_000
@@ -27,32 +25,19 @@ class Server(NamedTuple):
 
 
 async def token_times(server: Server, prompt: list[int], num_tokens: int) -> list[float]:
-    """When the request was sent, and when each token came, seconds. Raises Unavailable when the server refuses."""
-    parts = urlsplit(server.url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    body = json.dumps(
-        {
-            "model": server.model,
-            "prompt": prompt,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    """When the request was begun, and when each token came, seconds. Raises Unavailable when the server refuses."""
+    asked = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     times = [time.perf_counter()]
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    status = (await reader.readline()).split()
-    if status[1:2] != [b"200"]:
-        raise Unavailable(
-            f"{server.url} answered {b' '.join(status[1:]).decode()}: {(await reader.read(500)).decode()}"
-        )
-    while line := await reader.readline():
-        if EVENT in line:
-            times.append(time.perf_counter())
-    writer.close()
+    async with streamed(server.url, asked) as reader:
+        while line := await reader.readline():
+            if EVENT in line:
+                times.append(time.perf_counter())
     return times
 
 

@@ -11,7 +11,6 @@ Each round is a server of its own, ended before the next begins; medians of each
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -22,8 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from pd_cluster.bench.completions import streamed
 from pd_cluster.errors import Unavailable
 
 TIMEOUT_S = 180.0
@@ -38,19 +37,16 @@ def command_line(launcher: str, model: str, extra: Sequence[str] = ()) -> list[s
 
 async def first_token(url: str, model: str) -> None:
     """Open a streamed completion and wait for its first token. Raises Unavailable."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    asked = {"model": model, "prompt": [1, 403, 407], "max_tokens": 8, "temperature": 0, "stream": True}
-    body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.hostname}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+    asked = {"model": model, "prompt": [1, 403, 407], "max_tokens": 8, "temperature": 0}
     heard = b""
-    while b'"choices"' not in heard:
-        data = await reader.read(1 << 16)
-        if not data:
-            raise Unavailable(f"the server ended the stream before a token: {heard[-300:].decode(errors='replace')}")
-        heard += data
-    writer.close()
+    async with streamed(url, asked) as reader:
+        while b'"choices"' not in heard:
+            data = await reader.read(1 << 16)
+            if not data:
+                raise Unavailable(
+                    f"the server ended the stream before a token: {heard[-300:].decode(errors='replace')}"
+                )
+            heard += data
 
 
 async def measure(command: list[str], model: str) -> dict[str, float]:

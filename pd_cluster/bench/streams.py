@@ -7,16 +7,14 @@ loads alternate; of the peer its API server's process counts alone.
 """
 
 import asyncio
-import json
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+from pd_cluster.bench.completions import streamed
 from pd_cluster.bench.serve_process import ServeProcess, rank_pids
-from pd_cluster.errors import Unavailable
 
 DEMO = ["--colocated", "--set", "decode.max_num_seqs=1024", "--dtype", "float32", "--max-model-len", "1024"]
 """`serve` of the bundled model, with room for many streams."""
@@ -39,38 +37,27 @@ def _cpu_s(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
 
 
-async def stream(host: str, port: int, model: str, prompt: list[int], num_tokens: int) -> int:
+async def stream(url: str, model: str, prompt: list[int], num_tokens: int) -> int:
     """One streamed completion; the number of events with a choice. Raises Unavailable when the server refuses."""
-    reader, writer = await asyncio.open_connection(host, port)
-    body = json.dumps(
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-    ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-    status = (await reader.readline()).split()
-    if status[1:2] != [b"200"]:
-        raise Unavailable(f"the server answered {b' '.join(status[1:]).decode()}: {(await reader.read(500)).decode()}")
+    asked = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     num_events = 0
-    while data := await reader.read(1 << 16):
-        num_events += data.count(b'"choices"')
-    writer.close()
+    async with streamed(url, asked) as reader:
+        while data := await reader.read(1 << 16):
+            num_events += data.count(b'"choices"')
     return num_events
 
 
 async def load(url: str, model: str, num_streams: int, num_tokens: int) -> float:
     """Run `num_streams` at once to their end; the seconds it took."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
     started_s = time.monotonic()
     prompts = [[1, 400 + index % 40, 300 + index // 40] for index in range(num_streams)]
-    await asyncio.gather(*(stream(host, port, model, prompt, num_tokens) for prompt in prompts))
+    await asyncio.gather(*(stream(url, model, prompt, num_tokens) for prompt in prompts))
     return time.monotonic() - started_s
 
 

@@ -4,7 +4,8 @@ import asyncio
 import json
 from typing import Any
 
-from pd_cluster.bench.relay import Relay, for_decode, for_prefill, post, read_message
+from pd_cluster.bench.completions import posted
+from pd_cluster.bench.relay import Relay, for_decode, for_prefill, read_message
 
 FOUND = {"remote_engine_id": "p", "remote_block_ids": [1, 2], "do_remote_prefill": True}
 
@@ -39,10 +40,8 @@ def relayed(prefill: FakeServer, decode: FakeServer, body: dict[str, Any]) -> tu
         relay = await Relay(prefill_url, decode_url).start("127.0.0.1", 0)
         async with first, second, relay:
             url = f"http://127.0.0.1:{relay.sockets[0].getsockname()[1]}"
-            reader, writer = await post(url, "/v1/completions", body)
-            answer = await read_message(reader)
-            writer.close()
-            return answer
+            async with posted(url, "/v1/completions", body) as reader:
+                return await read_message(reader)
 
     return asyncio.run(run())
 
