@@ -5,7 +5,6 @@ The router is `pd-cluster router` in a process of its own; workers and clients a
 
 import asyncio
 import contextlib
-import json
 import re
 import signal
 import sys
@@ -13,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Self
 
+from pd_cluster.bench.completions import streamed
 from pd_cluster.bench.stub_workers import StubWorkers
 from pd_cluster.errors import Unavailable
 
@@ -39,7 +39,8 @@ class RouterProcess:
         self._command += ["--discover", f"static:{','.join(addresses)}", "--drain-timeout", "0"]
         self._command += ["--set", "router.grpc=false", "--set", "router.max_queue=100000"]
         self._num_workers = len(addresses)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._streams: list[asyncio.Task[None]] = []
+        self._draining: asyncio.Task[None] | None = None
         self.port = 0
         self.num_tokens = 0
 
@@ -58,9 +59,10 @@ class RouterProcess:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
+        tasks = self._streams if self._draining is None else [*self._streams, self._draining]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._stop()
 
     @property
@@ -68,12 +70,21 @@ class RouterProcess:
         return self._process.pid
 
     async def add_streams(self, count: int) -> None:
-        """Open that many more streams; returns when each has had a token."""
+        """Open that many more streams; returns when each has had a token. Raises Unavailable when one cannot."""
         first = [asyncio.get_running_loop().create_future() for _ in range(count)]
-        base = len(self._tasks)
-        self._tasks += [asyncio.create_task(self._stream(base + index, future)) for index, future in enumerate(first)]
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await asyncio.gather(*first)
+        base = len(self._streams)
+        self._streams += [asyncio.create_task(self._stream(base + index, future)) for index, future in enumerate(first)]
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.gather(*first)
+        except TimeoutError:
+            raise Unavailable(f"a stream had no token within {START_TIMEOUT_S:g} s") from None
+
+    def check(self) -> None:
+        """Raises Unavailable when a stream is gone: what was measured would be the cost of fewer."""
+        for task in self._streams:
+            if task.done():
+                raise Unavailable(f"a stream is gone: {task.exception()}")
 
     async def _until_ready(self) -> None:
         assert self._process.stderr is not None
@@ -87,7 +98,7 @@ class RouterProcess:
             if found := re.search(r"http_listening .*port=(\d+)", line):
                 self.port = int(found[1])
             num_attached += "worker_attached" in line
-        self._tasks.append(asyncio.create_task(self._drain()))
+        self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         assert self._process.stderr is not None
@@ -95,33 +106,24 @@ class RouterProcess:
             pass
 
     async def _stream(self, index: int, first: "asyncio.Future[None]") -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         asked = {
             "model": "demo",
             "prompt": [1, 300 + index % 100, 301 + index // 100],
             "max_tokens": MAX_TOKENS,
             "ignore_eos": True,
-            "stream": True,
         }
-        body = json.dumps(asked).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
-        writer.write(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         try:
-            status = await reader.readline()
-            if status.split()[1:2] != [b"200"]:
-                raise Unavailable(f"the router answered {status.decode().strip()}: {(await reader.read(500)).decode()}")
-            while data := await reader.read(1 << 16):
-                num_events = data.count(b'"choices"')
-                self.num_tokens += num_events
-                if num_events and not first.done():
-                    first.set_result(None)
-            raise Unavailable("the router ended a stream")
-        except Unavailable as error:
+            async with streamed(f"http://127.0.0.1:{self.port}", asked) as reader:
+                while data := await reader.read(1 << 16):
+                    num_events = data.count(b'"choices"')
+                    self.num_tokens += num_events
+                    if num_events and not first.done():
+                        first.set_result(None)
+            raise Unavailable("the router ended it")
+        except (OSError, Unavailable) as error:
             if not first.done():
                 first.set_exception(error)
             raise
-        finally:
-            writer.close()
 
     async def _stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -141,8 +143,12 @@ async def routed(num_workers: int, step_s: float) -> AsyncIterator[tuple[RouterP
 
 
 async def cpu_ms_per_step(router: RouterProcess, workers: StubWorkers, window_s: float) -> float:
-    """CPU time of the router while every stream gets one token, over a window of steps."""
+    """CPU time of the router while every stream gets one token, over a window of steps. Raises Unavailable when one
+    ends.
+    """
     await asyncio.sleep(min(0.5, window_s / 2))  # until the streams' beginnings are over
     before, steps = cpu_ns(router.pid), workers.num_steps
     await asyncio.sleep(window_s)
-    return (cpu_ns(router.pid) - before) / 1e6 / max(workers.num_steps - steps, 1)
+    spent_ns, num_steps = cpu_ns(router.pid) - before, workers.num_steps - steps
+    router.check()
+    return spent_ns / 1e6 / max(num_steps, 1)
