@@ -58,6 +58,9 @@ NEAR_LOOK_S, FAR_LOOK_S = 1e-3, 30e-6
 YIELD_S = 300e-6
 """A wait yields the core for so long, then it sleeps between looks."""
 
+LATE_LOOK_S = 50e-6
+"""How long it sleeps then, where it waits for writes of its own to end."""
+
 AT_ONCE = 2
 """Exchanges that may be under way together: a step's two halves."""
 
@@ -218,19 +221,30 @@ class NixlDispatcher:
         )
 
     def reserve(self, parity: int, phase: Phase) -> None:
-        """Mark send regions that NIXL still reads from, after it had its time."""
-        posts, busy = self.posts, self.buffers.busy
-        started_s = time.monotonic()
-        while True:
-            late = [rank for rank in self._live if posts.is_busy(rank, parity, phase)]
-            waited_s = time.monotonic() - started_s
-            if not late or all(self.buffers.ignored[rank] for rank in late) or self._too_late(waited_s):
+        """Mark send regions that NIXL still reads from, after it had its time. Where that was not enough the connection
+        is given up: nothing else would ever end such a write within its generation.
+        """
+        posts, busy, ignored = self.posts, self.buffers.busy, self.buffers.ignored
+        started_s, waited_s = time.monotonic(), 0.0
+        while late := [rank for rank in self._live if posts.is_busy(rank, parity, phase)]:
+            if all(ignored[rank] for rank in late) or self._too_late(waited_s):
                 break
+            state = np.full(self.num_ranks, ARRIVED, np.uint8)
+            state[late] = AWAITED
+            self._waiting = started_s, state
             posts.progress()
-            os.sched_yield()
+            if waited_s > YIELD_S:
+                time.sleep(LATE_LOOK_S)
+            else:
+                os.sched_yield()
+            waited_s = time.monotonic() - started_s
+        self._waiting = None
         self._waited_s += waited_s
         busy[:] = 0
         busy[late] = 1
+        for rank in late:
+            if not ignored[rank]:
+                posts.give_up(rank, f"a write did not end within {waited_s:.1f} s")
 
     def write(self, parity: int, phase: Phase, num_bytes: Ints) -> None:
         """Post the messages, each rank beginning with its successor."""

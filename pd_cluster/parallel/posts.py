@@ -192,6 +192,11 @@ class Posts:
         """Whether NIXL may still read that send region."""
         return (rank, phase, parity) in self._pending
 
+    def give_up(self, rank: int, reason: str) -> None:
+        """Whatever is written to that peer counts as failed."""
+        with self._lock:
+            self._break(rank, reason)
+
     def quiesce(self, timeout_s: float = QUIESCE_S) -> None:
         """Wait until no write is under way; connections whose writes do not end are cut."""
         give_up_s = time.monotonic() + timeout_s

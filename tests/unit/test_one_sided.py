@@ -209,6 +209,35 @@ def test_a_rank_that_costs_one_step_after_the_other_its_deadline_is_named_over_t
         assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
 
 
+def test_a_write_that_never_ends_costs_one_step_and_its_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Ranks(2, step_deadline_s=2 * SUSPECT_S) as ranks:
+        step = Step([4, 4])
+        for _ in range(2):
+            ranks.each(lambda rank: step.run(ranks.all[rank]))
+        posts, key = ranks.all[0].posts, (1, DISPATCH, 0)
+        (stuck,) = posts._handles[key].values()
+        check = posts._agent.check_xfer_state
+        monkeypatch.setattr(
+            posts._agent, "check_xfer_state", lambda handle: "PROC" if handle is stuck else check(handle)
+        )
+        posts._pending[key] = stuck
+        named: list[list[Rank]] = []
+        looking = threading.Timer(1.5 * SUSPECT_S, lambda: named.append(ranks.all[0].suspects()))
+        looking.start()
+        ranks.each(lambda rank: step.run(ranks.all[rank]))
+        looking.join()
+        assert named == [[Rank(1)]]
+        assert "did not end" in caplog.text
+        assert posts.broken == {1}
+        assert all(dispatcher.take_void() for dispatcher in ranks.all)
+        assert not posts.broken
+        results = ranks.each(lambda rank: step.run(ranks.all[rank]))
+        assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
+        assert not any(dispatcher.take_void() for dispatcher in ranks.all)
+
+
 STOPS = ["before dispatch", "between dispatch and combine", "after its own combine began"]
 
 
