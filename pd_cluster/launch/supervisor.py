@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.config import ClusterConfig
-from pd_cluster.errors import InvalidRequest, PdClusterError
+from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import EngineId, Rank, WorkerId, worker_id
 from pd_cluster.launch.group_life import GroupLife, Issue, KillMembers, StartMembers, TerminateMembers
 from pd_cluster.launch.launcher import Launcher, RankHandle
@@ -178,18 +178,24 @@ class Supervisor:
     async def resize(self, engine_id: EngineId, num_members: int) -> None:
         """Let so many DP ranks of an elastic engine serve; returns when they do, which may take as long as a start.
 
-        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go.
+        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go, and
+        Unavailable when the engine has ended for good.
         """
         engine = self.engines[engine_id]
         assert isinstance(engine.life, GroupLife)
         life = engine.life
         life.resize(num_members)
 
-        def over() -> bool:
-            left = self.engines.get(engine_id) is not engine or life.state in (State.FAILED, State.STOPPED)
-            return left or life.num_wanted != num_members or (life.state is State.READY and life.settled)
+        def ended() -> bool:
+            return engine.retired or life.state in (State.FAILED, State.STOPPED)
 
-        await self._until(over)
+        def settled() -> bool:
+            return life.num_wanted != num_members or (life.state is State.READY and life.settled)
+
+        await self._until(lambda: ended() or settled())
+        if ended():
+            why = f": {life.error.message}" if life.error is not None else ""
+            raise Unavailable(f"{engine_id} has ended and cannot change its DP ranks{why}")
         if life.refusal is not None:
             raise InvalidRequest(f"{engine_id} keeps its {life.num_wanted} DP ranks: {life.refusal}", param="ranks")
         if life.num_wanted != num_members:

@@ -325,6 +325,20 @@ async def test_a_later_wish_takes_the_place_of_an_earlier_one() -> None:
             await asyncio.wait_for(first, 20)
 
 
+@pytest.mark.parametrize("end", ["retired", "failed"])
+async def test_an_engine_that_ends_while_it_changes_its_size_says_so(end: str) -> None:
+    async with Running("launch.max_restarts=0") as running:
+        shrinking = asyncio.create_task(running.supervisor.resize(DECODE, 1))
+        await running.until(lambda: running.generation == 1)
+        if end == "retired":
+            await running.supervisor.retire(DECODE)
+        else:
+            for rank in range(3):
+                running.launcher.rank(rank).die(-9)
+        with pytest.raises(Unavailable, match="decode-0 has ended"):
+            await asyncio.wait_for(shrinking, 20)
+
+
 def test_only_a_decode_group_with_the_one_sided_dispatcher_is_elastic() -> None:
     assert load_config(overrides=["decode.data_parallel=2", "decode.dispatcher=nixl"]).decode.elastic
     assert not load_config(overrides=["decode.data_parallel=2"]).decode.elastic
