@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from pd_cluster.clock import Clock
 from pd_cluster.config import AutoscaleSection
-from pd_cluster.errors import InvalidRequest
+from pd_cluster.errors import InvalidRequest, Unavailable
 from pd_cluster.ids import EngineId
 from pd_cluster.launch.group_life import GroupLife
 from pd_cluster.launch.lifecycle import State
@@ -40,8 +40,8 @@ class Policy:
 
     def __init__(self, section: AutoscaleSection, max_members: int, tensor_parallel: int) -> None:
         self._section = section
+        self.least = min(max_members, math.ceil((section.min_ranks or 1) / tensor_parallel))
         self._max = max_members
-        self._min = min(max_members, math.ceil((section.min_ranks or 1) / tensor_parallel))
         self._since_s: float | None = None  # when the load became what it is
         self._was = 0  # 1: high, -1: low
         self._not_before_s = -math.inf
@@ -54,7 +54,7 @@ class Policy:
         usage = sum(load.usage for load in loads) / num_members
         waits = any(load.num_waiting for load in loads)
         middle = (self._section.low + self._section.high) / 2
-        wanted = max(self._min, min(self._max, math.ceil(num_members * usage / middle)))
+        wanted = max(self.least, min(self._max, math.ceil(num_members * usage / middle)))
         is_now = 0
         if usage > self._section.high or waits:
             wanted = min(self._max, max(wanted, num_members + 1))
@@ -79,8 +79,17 @@ class Policy:
         self._not_before_s = now_s + REFUSED_FACTOR * self._section.hold_s
 
 
+class Change(Struct, frozen=True):
+    """Of the size of an engine, under way."""
+
+    task: asyncio.Task[None]
+    give_up_s: float  # when it has taken too long
+
+
 class Autoscaler:
-    """Follows the policy for every elastic engine whose section asks for it, until `run` is cancelled."""
+    """Follows the policy for every elastic engine whose section asks for it, until `run` is cancelled. A change that
+    takes `change_timeout_s` is given up: what serves by then is what there shall be.
+    """
 
     def __init__(
         self,
@@ -88,13 +97,16 @@ class Autoscaler:
         directory: Directory,
         section_of: Callable[[str], AutoscaleSection],
         clock: Clock,
+        *,
+        change_timeout_s: float,
     ) -> None:
         self._supervisor = supervisor
         self._directory = directory
         self._section_of = section_of
         self._clock = clock
+        self._change_timeout_s = change_timeout_s
         self._policies: dict[EngineId, Policy] = {}
-        self._changing: dict[EngineId, asyncio.Task[None]] = {}
+        self._changing: dict[EngineId, Change] = {}
 
     async def run(self) -> None:
         try:
@@ -102,18 +114,23 @@ class Autoscaler:
                 self.look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            for task in self._changing.values():
+            tasks = [change.task for change in self._changing.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._changing.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> None:
         """Decide about every engine once, and begin what was decided."""
         for engine_id, engine in self._supervisor.engines.items():
             section, life = self._section_of(engine.shape.role), engine.life
-            if not section.enabled or not isinstance(life, GroupLife) or engine_id in self._changing:
+            if not section.enabled or not isinstance(life, GroupLife):
                 continue
             shape = engine.shape
             policy = self._policies.setdefault(engine_id, Policy(section, shape.data_parallel, shape.tensor_parallel))
+            if engine_id in self._changing:
+                if self._clock.now_s() >= self._changing[engine_id].give_up_s:
+                    life.resize(max(policy.least, life.num_up))  # which the waiting task hears of
+                continue
             if life.state is not State.READY or not life.settled:
                 policy.forget()
                 continue
@@ -122,12 +139,13 @@ class Autoscaler:
             wanted = policy.decide(loads, self._clock.now_s()) if len(loads) == life.num_wanted else None
             if wanted is not None:
                 log.info("autoscale", engine=engine_id, members=len(loads), wanted=wanted)
-                self._changing[engine_id] = asyncio.create_task(self._change(engine_id, wanted, policy))
+                task = asyncio.create_task(self._change(engine_id, wanted, policy))
+                self._changing[engine_id] = Change(task, self._clock.now_s() + self._change_timeout_s)
 
     async def _change(self, engine_id: EngineId, wanted: int, policy: Policy) -> None:
         try:
             await self._supervisor.resize(engine_id, wanted)
-        except InvalidRequest as error:
+        except (InvalidRequest, Unavailable) as error:
             log.warning("autoscale_refused", engine=engine_id, wanted=wanted, reason=error.message)
             policy.refused(self._clock.now_s())
         finally:

@@ -113,7 +113,8 @@ class Cluster:
         """Let that many ranks of an elastic engine compute; its id, and how many were meant to before.
 
         Returns when they do. DP ranks that go give their requests and experts away first, the highest ones; those that
-        come begin with none. `engine_id` may be left out when the role has one engine. Raises InvalidRequest.
+        come begin with none. `engine_id` may be left out when the role has one engine. Raises InvalidRequest, or
+        Unavailable when the engine ends meanwhile.
         """
         pool = {
             engine.shape.engine_id: engine
@@ -183,7 +184,11 @@ class Cluster:
         self._supervisor = Supervisor(self.config, launcher, on_event=self._tell_router, on_progress=self._on_progress)
         await self._supervisor.start()
         autoscaler = Autoscaler(
-            self._supervisor, self.router.directory, lambda role: self._section(role).autoscale, SystemClock()
+            self._supervisor,
+            self.router.directory,
+            lambda role: self._section(role).autoscale,
+            SystemClock(),
+            change_timeout_s=self.config.launch.start_timeout_s + self.config.launch.shrink_timeout_s,
         )
         self._autoscaling = asyncio.create_task(autoscaler.run(), name="autoscale")
         num_workers = sum(engine.shape.data_parallel for engine in self._supervisor.engines.values())

@@ -200,6 +200,11 @@ class GroupLife:
         return frozenset(member.dp_rank for member in self.members if member.stage is Stage.LEAVING)
 
     @property
+    def num_up(self) -> int:
+        """Members that serve and shall go on to."""
+        return sum(member.stage is Stage.UP for member in self.members)
+
+    @property
     def settled(self) -> bool:
         """Whether as many members serve as shall, and nobody is on the way in or out."""
         stages = [member.stage for member in self.members]

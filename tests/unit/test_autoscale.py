@@ -7,13 +7,14 @@ from fake_worker import FakeWorker
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from test_elastic_supervisor import Running, config
+from test_elastic_supervisor import DECODE, Running, config
 
 from pd_cluster import messages as m
 from pd_cluster.clock import FakeClock
 from pd_cluster.config import AutoscaleSection, load_config
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.launch.autoscale import REFUSED_FACTOR, Autoscaler, Policy, RankLoad, load_of
+from pd_cluster.launch.group_life import GroupLife
 from pd_cluster.launch.spec import Release
 from router.directory import Directory
 
@@ -91,7 +92,7 @@ async def test_an_idle_engine_shrinks_and_a_refusal_is_respected() -> None:
         for dp_rank in range(3):
             info = FakeWorker("decode-0", dp_rank=dp_rank).info
             directory.welcome(info, FakeWorker("decode-0", epoch=f"{dp_rank}").epoch)
-        scaler = Autoscaler(running.supervisor, directory, lambda role: SECTION, clock)
+        scaler = Autoscaler(running.supervisor, directory, lambda role: SECTION, clock, change_timeout_s=900.0)
         scaler.look()
         clock.advance(10.0)
         scaler.look()
@@ -104,6 +105,42 @@ async def test_an_idle_engine_shrinks_and_a_refusal_is_respected() -> None:
             scaler.look()
             await asyncio.sleep(0.02)
         assert running.generation == 2
+
+
+async def test_a_growth_for_which_there_is_no_room_is_given_up_and_tried_again_later() -> None:
+    async with Running() as running:
+        shrinking = asyncio.create_task(running.supervisor.resize(DECODE, 1))
+        await running.until(lambda: running.generation == 1)
+        running.launcher.rank(0).store.release(Release(1))
+        await asyncio.wait_for(shrinking, 20)
+        clock, directory = FakeClock(), Directory()
+        worker = directory.welcome(FakeWorker("decode-0").info, FakeWorker("decode-0").epoch)
+        worker.observe_load(m.WorkerLoad(num_running=8, num_free_blocks=64))
+        scaler = Autoscaler(running.supervisor, directory, lambda role: SECTION, clock, change_timeout_s=900.0)
+        life = running.supervisor.engines[DECODE].life
+        assert isinstance(life, GroupLife)
+
+        def grows() -> None:
+            scaler.look()
+            clock.advance(10.0)
+            scaler.look()
+
+        running.launcher.errors = [Unavailable("no room")] * 1000
+        grows()
+        await running.until(lambda: len(running.launcher.errors) < 1000 and life.num_wanted == 2)
+        clock.advance(899.0)
+        scaler.look()
+        assert life.num_wanted == 2, "nodes may come"
+        clock.advance(1.0)
+        scaler.look()
+        assert life.num_wanted == 1
+        await running.until(lambda: not scaler._changing and life.settled)
+        grows()
+        assert life.num_wanted == 1, "what did not fit will not fit soon"
+        running.launcher.errors = []
+        clock.advance(REFUSED_FACTOR * 10.0)
+        grows()
+        await running.until(lambda: life.num_up == 2)
 
 
 @pytest.mark.parametrize(
