@@ -192,13 +192,14 @@ class NixlDispatcher:
 
     def suspects(self) -> list[Rank]:
         """Ranks waited for longer than SUSPECT_S right now, or in one exchange after the other, and those to which the
-        connection broke.
+        connection broke; none while nothing is exchanged, for the end of the next step mends connections.
         """
-        suspected = set(self.posts.broken & self._live)
+        suspected: set[int] = set()
         waiting, now_s = self._waiting, time.monotonic()
         if waiting is not None and now_s - waiting[0] >= SUSPECT_S:
             suspected.update(np.nonzero(waiting[1] == AWAITED)[0].tolist())
         if waiting is not None or now_s - self._waited_at_s <= FORGOTTEN_S:
+            suspected |= self.posts.broken & self._live
             suspected.update(rank for rank, since_s in self._overdue.copy().items() if now_s - since_s >= SUSPECT_S)
         return [Rank(rank) for rank in sorted(suspected)]
 

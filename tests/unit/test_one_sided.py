@@ -14,7 +14,7 @@ from pd_cluster.errors import ConfigError, EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.parallel.codec import RAW, Codec, Fp8
 from pd_cluster.parallel.local import LocalDispatcher
-from pd_cluster.parallel.one_sided import SUSPECT_S, NixlDispatcher
+from pd_cluster.parallel.one_sided import FORGOTTEN_S, SUSPECT_S, NixlDispatcher
 from pd_cluster.parallel.wire import ARRIVED, AWAITED, COMBINE, DISPATCH, HEADER, HEADER_BYTES, PlainWire, tag_of
 
 PER_RANK, K, H, MAX_TOKENS = 3, 3, 40, 32
@@ -236,6 +236,20 @@ def test_a_write_that_never_ends_costs_one_step_and_its_connection(
         results = ranks.each(lambda rank: step.run(ranks.all[rank]))
         assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
         assert not any(dispatcher.take_void() for dispatcher in ranks.all)
+
+
+def test_a_connection_found_broken_between_steps_accuses_nobody_once_the_engine_idles() -> None:
+    with Ranks(2, step_deadline_s=0.2) as ranks:
+        step = Step([4, 4])
+        ranks.each(lambda rank: step.run(ranks.all[rank]))
+        dispatcher = ranks.all[0]
+        dispatcher.posts.give_up(1, "the network was cut")
+        assert dispatcher.suspects() == [Rank(1)]
+        dispatcher._waited_at_s -= FORGOTTEN_S
+        assert dispatcher.suspects() == []
+        ranks.each(lambda rank: step.run(ranks.all[rank]))
+        assert dispatcher.take_void()
+        assert dispatcher.suspects() == []
 
 
 STOPS = ["before dispatch", "between dispatch and combine", "after its own combine began"]
