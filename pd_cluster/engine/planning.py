@@ -1,6 +1,7 @@
 """The process that plans placements for an engine: started when first asked, ended with its engine."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -64,4 +65,5 @@ class Planner:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with contextlib.suppress(OSError):  # it flushes what could not be written before
+                        pipe.close()

@@ -146,7 +146,9 @@ def test_weights_name_only_experts_with_several_copies() -> None:
         assert all(sum(shares) == pytest.approx(1) for shares in shares_E)
 
 
-async def test_the_process_answers_as_the_function_does_and_is_replaced_when_it_died() -> None:
+async def test_the_process_answers_as_the_function_does_and_is_replaced_when_it_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner = Planner()
     try:
         assert await planner.ask(question()) == answer(question())
@@ -163,6 +165,14 @@ async def test_the_process_answers_as_the_function_does_and_is_replaced_when_it_
         assert planner._process is not None
         assert planner._process.stdin is not None
         planner._process.stdin.write((3).to_bytes(8, "big") + b"abc")
+        with pytest.raises(EngineError, match="planning process failed"):
+            await planner.ask(question())
+        assert await planner.ask(question("look")) == answer(question("look"))
+        process = planner._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        monkeypatch.setattr(process, "poll", lambda: None)  # it ends between the look at it and the question
         with pytest.raises(EngineError, match="planning process failed"):
             await planner.ask(question())
         assert await planner.ask(question("look")) == answer(question("look"))
