@@ -38,6 +38,13 @@ from router.attempt import Timings
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 NEAR_TIE = 1e-3
+ELASTIC = {
+    "decode__data_parallel": 4,
+    "decode__dispatcher": "nixl",
+    "decode__expert_slots_per_rank": 16,
+    "decode__rebalance": "off",
+}
+"""For the demo model: a decode group whose 32 experts have room on any two of its members."""
 
 Wrap = Callable[[RankSpec, Backend], Backend]
 
@@ -225,14 +232,19 @@ class ElasticGroup:
     def leads(self) -> list[RankServer]:
         return [self.ranks(dp_rank)[0] for dp_rank, life in self._lives.items() if life is not None]
 
-    async def lose(self, dp_rank: int, release: Callable[[], None] = lambda: None) -> None:
-        """End a member as if it had died: the others hear of it first. `release` lets its engine thread go on, if a
-        test has stopped it somewhere.
-        """
+    def drop(self, dp_rank: int) -> list[RankServer]:
+        """Take a member off the roster, and tell nobody else; its ranks, which still run."""
         ranks = self.ranks(dp_rank)
         self._lives[dp_rank] = None
         self._cluster.give_up(ranks)
         self.issue()
+        return ranks
+
+    async def lose(self, dp_rank: int, release: Callable[[], None] = lambda: None) -> None:
+        """End a member as if it had died: the others hear of it first. `release` lets its engine thread go on, if a
+        test has stopped it somewhere.
+        """
+        ranks = self.drop(dp_rank)
         await self.formed()
         release()
         await self._cluster.bury_members(ranks)

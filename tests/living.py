@@ -3,19 +3,24 @@
 import asyncio
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from harness import Output, request
 
+from pd_cluster import env
 from pd_cluster import messages as m
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.ids import BlockId, EngineId, Rank, RequestId, WorkerId
 from pd_cluster.launch.cluster import Cluster
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent
+from pd_cluster.launch.process import ProcessLauncher
 from pd_cluster.messages import WorkerLoad
 from pd_cluster.request import Phase, Request
 from router.attempt import Attempt, Link, Timings
@@ -142,6 +147,15 @@ class LivingCluster:
     def kill(self, engine: str, rank: int = 0) -> float:
         return self.signal(signal.SIGKILL, engine, rank)
 
+    def keep_logs(self) -> Path:
+        """A folder with the ranks' logs as they are now, which outlives the cluster."""
+        launcher = self.cluster.supervisor._launcher
+        assert isinstance(launcher, ProcessLauncher)
+        if env.log_dir() is not None:
+            return launcher.logs
+        kept = Path(tempfile.mkdtemp(prefix="pd-cluster-logs-"))
+        return shutil.copytree(launcher.logs, kept, dirs_exist_ok=True)
+
     # ---- requests
 
     async def greedy(
@@ -214,8 +228,8 @@ class LivingCluster:
 
 
 def longest_gap(times_s: list[float]) -> float:
-    """How long a stream stood still."""
-    return max(after - before for before, after in itertools.pairwise(times_s))
+    """How long a stream stood still at most; 0 when it had ended."""
+    return max((after - before for before, after in itertools.pairwise(times_s)), default=0.0)
 
 
 def is_free(load: WorkerLoad, num_blocks: int) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import ElasticGroup, LocalCluster, Output, config_of, request, until
+from harness import ELASTIC, ElasticGroup, LocalCluster, Output, config_of, request, until
+from living import longest_gap
 
 from pd_cluster.config import ClusterConfig
 from pd_cluster.ids import EngineId
@@ -22,9 +23,7 @@ NUM_TOKENS = 40
 
 
 def elastic(**values: Any) -> ClusterConfig:
-    """The demo model's 32 experts over 4 DP ranks, with room for all of them on any two."""
-    options = {"data_parallel": 4, "dispatcher": "nixl", "expert_slots_per_rank": 16, "rebalance": "off"}
-    return config_of("demo", **{f"decode__{key}": value for key, value in options.items()} | values)
+    return config_of("demo", **ELASTIC | values)
 
 
 class Streams:
@@ -46,8 +45,8 @@ class Streams:
         return await asyncio.gather(*self._running)
 
     def longest_wait_s(self, since_s: float) -> float:
-        """Over all streams: from `since_s` to the next token."""
-        return max((next((at for at in times if at > since_s), since_s) - since_s) for times in self.times_s)
+        """How long any stream stood still at most since then."""
+        return max(longest_gap([since_s, *(at for at in times if at > since_s)]) for times in self.times_s)
 
 
 def stop_at(dispatcher: NixlDispatcher, place: str) -> tuple[threading.Event, Callable[[], None]]:
@@ -104,7 +103,7 @@ async def test_a_member_lost_anywhere_in_a_step_costs_no_stream_and_a_new_one_ta
             await group.lose(victim, release)
             if streams is not None:
                 check(await streams.ended(), expected)
-                print(f"\nlost {place}: {streams.longest_wait_s(lost_s):.3f} s to the next token")
+                print(f"\nlost {place}: streams stood still for {streams.longest_wait_s(lost_s):.3f} s at most")
             await group.join(victim)
             await group.placed()
             check(await cluster.all_greedy(PROMPTS, max_tokens=NUM_TOKENS), expected)
@@ -168,10 +167,7 @@ async def test_a_loss_that_the_slots_of_the_others_cannot_make_good_ends_the_eng
         await group.formed()
         (left,) = [lead for lead in group.leads if lead.spec.dp_rank == 1]
         running = cluster._running[left]
-        gone = group.ranks(0)
-        group._lives[0] = None
-        cluster.give_up(gone)
-        group.issue()
+        group.drop(0)
         del left
         await until(lambda: group.board.ended is not None, 30)
         assert group.board.ended is not None
