@@ -5,21 +5,23 @@ import os
 import time
 from typing import Any
 
-from harness import Output
-from living import LivingCluster, config_of
+from harness import ELASTIC, Output
+from living import LivingCluster, config_of, describe, longest_gap
 
 from pd_cluster.config import ClusterConfig
 from pd_cluster.ids import RequestId
 from pd_cluster.messages import WorkerLoad
 
 MAX_WAIT_S = float(os.environ.get("PD_CLUSTER_MAX_WAIT_S", "10"))
-"""To the next token of any stream, on whatever machine tests run; 2 s on a quiet one."""
+"""That any stream may stand still, on whatever machine tests run; 2 s on a quiet one."""
 
 WHY_NOT = None if "PD_CLUSTER_LOSSES" in os.environ else "takes minutes of several busy processes: make losses"
 """Losses of processes are for `make losses`; `make test` loses members within one process, and one rank under load."""
 
 NUM_STREAMS = 8
 NUM_TOKENS = 200
+WITHIN_S = 60.0
+"""For all tokens of all streams: one that takes longer hangs."""
 
 
 def prompt_of(number: int, length: int = 32) -> list[int]:
@@ -27,10 +29,7 @@ def prompt_of(number: int, length: int = 32) -> list[int]:
 
 
 def elastic(**values: Any) -> ClusterConfig:
-    """The demo model's 32 experts over 4 DP ranks, with room for all of them on any two."""
-    options = {"data_parallel": 4, "dispatcher": "nixl", "expert_slots_per_rank": 16, "rebalance": "off"}
-    decode = {f"decode__{key}": value for key, value in options.items()}
-    return config_of("demo", launch__max_restarts=1000, **decode | values)
+    return config_of("demo", launch__max_restarts=1000, **ELASTIC | values)
 
 
 class Streams:
@@ -56,7 +55,25 @@ class Streams:
                 await asyncio.sleep(0.005)
 
     async def ended(self) -> list[Output]:
+        """Fails when a stream hangs, and says where; the ranks' logs are kept then."""
+        _, hanging = await asyncio.wait(self._running, timeout=WITHIN_S, return_when=asyncio.FIRST_EXCEPTION)
+        if hanging and all(task in hanging or task.exception() is None for task in self._running):
+            report = self._report()
+            for task in hanging:
+                task.cancel()
+            await asyncio.wait(hanging)
+            raise AssertionError(f"{len(hanging)} streams have not ended after {WITHIN_S:.0f} s\n{report}")
         return list(await asyncio.gather(*self._running))
+
+    def _report(self) -> str:
+        now_s = time.monotonic()
+        lines = []
+        for name, at_worker, times in zip(self._names, self.where(), self._times_s, strict=True):
+            last = f", the last {now_s - times[-1]:.1f} s ago" if times else ""
+            lines.append(f"{name}: {self._cluster.phase(name)} at {at_worker}, {len(times)} tokens{last}")
+        for worker in self._cluster.pipeline.directory.workers:
+            lines.append(f"{worker.id}: ready {worker.is_ready}, {describe(worker.load)}, {worker.load.placement}")
+        return "\n".join([*lines, f"logs: {self._cluster.keep_logs()}"])
 
     def where(self) -> list[str | None]:
         """The worker that decodes each stream now."""
@@ -68,12 +85,13 @@ class Streams:
     def waits_s(
         self, worker_id: str, where: list[str | None], since_s: float, outputs: list[Output]
     ) -> tuple[list[float], list[float]]:
-        """From when that worker was lost to the next token: of streams that were elsewhere, and did not move, and of
-        its own, each of which was resumed once.
+        """How long each stream stood still at most since that worker was lost: of streams that were elsewhere, and did
+        not move, and of its own, each of which was resumed once.
         """
-        stayed, moved = [], []
+        stayed: list[float] = []
+        moved: list[float] = []
         for at_worker, times, output in zip(where, self._times_s, outputs, strict=True):
-            wait_s = next((at for at in times if at > since_s), since_s) - since_s
+            wait_s = longest_gap([since_s, *(at for at in times if at > since_s)])
             assert output.timings.num_retries == (at_worker == worker_id), (at_worker, output.timings)
             (moved if at_worker == worker_id else stayed).append(wait_s)
         return stayed, moved

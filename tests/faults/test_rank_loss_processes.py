@@ -17,14 +17,15 @@ import pytest_asyncio
 from living import LivingCluster
 from losing import MAX_WAIT_S, WHY_NOT, Streams, elastic, ids_of, until_joined
 
+NUM_LOSSES = int(os.environ.get("PD_CLUSTER_LOSSES", "1"))
+"""Of each kind; more for statistics."""
+
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+    pytest.mark.timeout(120 + 60 * NUM_LOSSES),
 ]
-
-NUM_LOSSES = int(os.environ.get("PD_CLUSTER_LOSSES", "1"))
-"""Of each kind; more for statistics."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
