@@ -5,7 +5,8 @@ still is a death, sooner when a peer has noticed too. A member that beats but is
 network between it and its peers is cut: the group cannot go on with it either. When nobody is heard at all, the store
 or this process is the likelier cause, and only the end of the lease is proof.
 
-How long is too long is measured: where all beat late because their machines are busy, more patience is right.
+How long is too long is measured: where all beat late because their machines are busy, more patience is right. Time in
+which nobody looked does not count: beats may have come meanwhile, and what a late look finds may be older than itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ SUSPECTED_STILL_S = 0.5
 SUSPECTED_STILL_GAPS times as long as beats lately took to come."""
 
 SUSPECTED_STILL_GAPS = 2.5
+SLOWEST = 1.25
+"""Beyond STILL_S a little more than what beats lately took is enough: while a peer waits its whole engine does."""
 
 STILL_S = 3.0
 """And for so long, or STILL_GAPS times as long, when nobody does."""
@@ -35,7 +38,13 @@ WAITED_FOR_S = 15.0
 """A member that others wait for over and over is lost after so long, although it beats."""
 
 
+LOOK_S = 0.25
+"""Of the time between two looks no more than this counts, so that no single look finds a death."""
+
+
 class _Pulse(Struct):
+    """Times are of looks, see `Heartbeats._time_s`."""
+
     count: int
     since_s: float  # when the count was first seen at this value
     is_first: bool = True
@@ -50,6 +59,7 @@ class Heartbeats:
         self._pulses: dict[Rank, _Pulse] = {}
         self._waited_since_s: dict[int, float] = {}  # by DP rank
         self._looked_s: float | None = None
+        self._unseen_s = 0.0  # of all time: in which nobody looked
         self._longest_s = 0.0  # between two beats, or two looks, in the present window
         self._longest_before_s = 0.0  # and in the last one
         self._window_s = 0.0  # when the present one began
@@ -57,7 +67,7 @@ class Heartbeats:
     def expect(self, ranks: Iterable[Rank], now_s: float) -> None:
         """These ranks shall beat from now on."""
         for rank in ranks:
-            self._pulses[rank] = _Pulse(-1, now_s)
+            self._pulses[rank] = _Pulse(-1, self._time_s(now_s))
 
     def forget(self, ranks: Iterable[Rank]) -> None:
         """These shall not any more; whoever waits for them will hear so."""
@@ -75,8 +85,11 @@ class Heartbeats:
         if now_s - self._window_s >= LATELY_S:
             self._window_s, self._longest_before_s, self._longest_s = now_s, self._longest_s, 0.0
         since_look_s = 0.0 if self._looked_s is None else now_s - self._looked_s
-        self._longest_s = max(self._longest_s, since_look_s)
         self._looked_s = now_s
+        self._unseen_s += max(0.0, since_look_s - LOOK_S)
+        since_look_s = min(since_look_s, LOOK_S)
+        now_s = self._time_s(now_s)
+        self._longest_s = max(self._longest_s, since_look_s)
         for rank, beat in beats.items():
             pulse = self._pulses.get(rank)
             if pulse is not None and beat.count != pulse.count:
@@ -91,7 +104,8 @@ class Heartbeats:
             del self._waited_since_s[dp_rank]
 
     def lost(self, now_s: float) -> dict[int, str]:
-        """DP ranks that are taken for dead, and why."""
+        """DP ranks that are taken for dead, and why; of the same look."""
+        now_s = self._time_s(now_s)
         ages = {rank: now_s - pulse.since_s for rank, pulse in self._pulses.items()}
         limit_s = min(LEASE_S, max(STILL_S, STILL_GAPS * self._gap_s))
         if all(age_s >= limit_s for age_s in ages.values()):
@@ -112,14 +126,18 @@ class Heartbeats:
                 found.setdefault(self._member(rank), f"rank {rank} gave no heartbeat for {age_s:.1f} s")
         return found or self._hung(now_s)
 
+    def _time_s(self, now_s: float) -> float:
+        return now_s - self._unseen_s
+
     @property
     def _gap_s(self) -> float:
-        """The longest of late between two beats of a rank, or two looks."""
+        """The longest of late between two beats of a rank, or two looks, which count for LOOK_S at most."""
         return max(self._longest_s, self._longest_before_s)
 
     @property
     def _sooner_s(self) -> float:
-        return max(SUSPECTED_STILL_S, SUSPECTED_STILL_GAPS * self._gap_s)
+        gap_s = self._gap_s
+        return max(SUSPECTED_STILL_S, min(SUSPECTED_STILL_GAPS * gap_s, max(STILL_S, SLOWEST * gap_s)))
 
     def _hung(self, now_s: float) -> dict[int, str]:
         """The member that most others have waited for too long; one at a time, for its loss may cure the others."""

@@ -17,6 +17,8 @@ from pd_cluster.launch.group_life import (
 from pd_cluster.launch.heartbeats import (
     FIRST_BEAT_S,
     LATELY_S,
+    LOOK_S,
+    SLOWEST,
     STILL_S,
     SUSPECTED_STILL_GAPS,
     SUSPECTED_STILL_S,
@@ -352,6 +354,11 @@ class Beating:
                     return self.now_s - start_s, action.reason
         return None
 
+    def nobody_looks(self, seconds: float) -> None:
+        """While the ranks beat on."""
+        self.num_ticks += round(10 * seconds)
+        self.counts |= {rank: count + round(seconds / self.every_s) for rank, count in self.counts.items()}
+
 
 def test_a_heartbeat_that_stands_still_is_a_death() -> None:
     beating = Beating(3, tp=2)
@@ -390,6 +397,40 @@ def test_where_all_beat_late_more_patience_is_right_until_they_beat_in_time_agai
     lost = beating.until_lost(10.0)
     assert lost is not None
     assert lost[0] < SUSPECTED_STILL_S + 0.11
+
+
+def test_a_member_that_beats_slowly_is_not_waited_for_much_longer_than_its_beats_take() -> None:
+    beating = Beating(every_s=5.7)
+    assert beating.until_lost(30.0) is None
+    beating.suspects = {0: [Rank(1)], 2: [Rank(1)]}
+    assert beating.until_lost(7.0) is None
+    beating.silent = {1}
+    lost = beating.until_lost(30.0)
+    assert lost is not None
+    assert lost[0] <= SLOWEST * 5.7 + 0.2
+    assert "gave no heartbeat" in lost[1]
+
+
+def test_time_in_which_nobody_looked_is_neither_patience_nor_silence() -> None:
+    beating = Beating()
+    beating.until_lost(1.0)
+    beating.suspects = {0: [Rank(1)], 2: [Rank(1)]}
+    beating.nobody_looks(5.7)
+    assert beating.until_lost(1.0) is None
+    beating.silent = {1}
+    lost = beating.until_lost(10.0)
+    assert lost is not None
+    assert lost[0] <= SUSPECTED_STILL_GAPS * LOOK_S + 0.11
+
+
+def test_a_late_look_that_finds_no_new_beats_kills_nobody() -> None:
+    beating = Beating()
+    beating.until_lost(1.0)
+    beating.suspects = {0: [Rank(1)], 1: [Rank(0)], 2: [Rank(1)]}
+    beating.num_ticks += 57
+    assert beating.until_lost(0.1) is None, "they may be on the way"
+    beating.nobody_looks(1.0)
+    assert beating.until_lost(1.0) is None
 
 
 def test_the_word_of_a_rank_that_is_silent_itself_counts_for_nothing() -> None:
