@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from pd_cluster.clock import Clock
-from pd_cluster.engine.epochs import EpochStats, Loads, Prepare, decode_report, decode_standing, encode
+from pd_cluster.engine.epoch_messages import EpochStats, Loads, Prepare, decode_report, decode_standing, encode
 from pd_cluster.engine.planning import Planner
 from pd_cluster.errors import EngineError, NotSupported, PdClusterError, from_info
 from pd_cluster.ids import Rank

@@ -8,24 +8,28 @@ What follows is kept for the generation in which it happens; when members of the
 settle what was under way. All of it runs on the event loop.
 """
 
-# L MoE layers, E experts
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import msgspec
-from msgspec import Struct
-
 from pd_cluster.clock import Clock
+from pd_cluster.engine.epoch_messages import (
+    EpochStats,
+    Loads,
+    Prepare,
+    Standing,
+    Voted,
+    decode_order,
+    decode_stage,
+    encode,
+)
 from pd_cluster.engine.expert_memory import ExpertMemory
 from pd_cluster.engine.torch_engine import TorchEngine
 from pd_cluster.errors import NotSupported, PdClusterError, TransferFailed
 from pd_cluster.ids import Rank
 from pd_cluster.log import get_log
 from pd_cluster.parallel.placement import Placement
-from pd_cluster.parallel.placement_status import LayerLoad
 from pd_cluster.parallel.planner import Stage, all_weights
 from pd_cluster.parallel.slot_table import SlotTable, slot_table
 from pd_cluster.parallel.stages import Load
@@ -40,67 +44,6 @@ LOOKUP_S = 2.0
 """How long a peer may take to say how it is read."""
 
 Lookup = Callable[[Rank], Awaitable[bytes]]
-
-
-class Prepare(Struct, frozen=True, kw_only=True, tag="prepare"):
-    """From the hub to every rank. `attempt` tells it from an abandoned one of the same epoch."""
-
-    attempt: int
-    stage: Stage
-    holders: list[Rank]  # who has the experts that the current placement puts there
-    timeout_s: float
-    hurry: bool  # no step has work before experts are where they are needed
-
-
-class Voted(Struct, frozen=True, tag="voted"):
-    """From a rank to the hub."""
-
-    attempt: int
-    vote: EpochVote
-    bytes_loaded: int = 0  # in this stage
-
-
-class Loads(Struct, frozen=True, tag="loads"):
-    """From a rank to the hub: `counts` int64 [L, E], tokens that it has routed since its start."""
-
-    rank: Rank
-    life: str
-    counts: bytes
-
-
-Report = Voted | Loads
-encode = msgspec.msgpack.Encoder().encode
-decode_order = msgspec.msgpack.Decoder(Prepare).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode
-
-
-class EpochStats(Struct, kw_only=True):
-    """Of one rank, and of the whole engine where that says so. Counters since the start."""
-
-    epoch: int = 0
-    num_swaps: int = 0
-    num_abandoned: int = 0
-    bytes_loaded: int = 0  # into this rank's slots
-    bytes_moved: int = 0  # over all ranks; at the hub
-    imbalance: float = 0.0  # hottest rank over mean as last looked at, 0 before; at the hub
-    predicted: float = 0.0  # what the last rebalance was to make of it; at the hub
-    layers: list[LayerLoad] = msgspec.field(default_factory=list)  # at that look, whatever the ratio; at the hub
-    is_changing: bool = False
-    last_reason: str = ""  # of the last stage that was abandoned, or change that was refused
-
-
-class Standing(Struct, frozen=True, array_like=True):
-    """Where a rank stands when a generation forms. `is_empty`: it has joined, and none of its slots holds anything,
-    whatever its placement says.
-    """
-
-    stage: Stage
-    is_empty: bool
-    attempt: int
-
-
-decode_standing = msgspec.msgpack.Decoder(Standing).decode
-_decode_stage = msgspec.msgpack.Decoder(Stage).decode
 
 
 class RankEpochs:
@@ -366,7 +309,7 @@ class RankEpochs:
         """What the hub answered: every rank goes on with that from the next step on, and nothing is being prepared. No
         step is under way.
         """
-        stage = _decode_stage(settled)
+        stage = decode_stage(settled)
         self._queue.clear()
         self._running.clear()
         if self._now is not None:

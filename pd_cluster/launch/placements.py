@@ -14,7 +14,8 @@ import torch
 from pd_cluster.clock import Clock
 from pd_cluster.config import EngineSection
 from pd_cluster.engine.epoch_hub import EpochHub
-from pd_cluster.engine.epochs import EpochStats, RankEpochs
+from pd_cluster.engine.epoch_messages import EpochStats
+from pd_cluster.engine.epochs import RankEpochs
 from pd_cluster.engine.expert_memory import ExpertMemory
 from pd_cluster.engine.step_sync import Meeting, StepSync
 from pd_cluster.engine.torch_engine import TorchEngine
