@@ -11,7 +11,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Triton kernels run in its interpreter, on CPU tensors; TRITON_INTERPRET=0 runs the same tests on a GPU
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# a script's background job has SIGINT ignored, and so had every command that a test starts and sends Ctrl-C
+# a background job of a script ignores SIGINT, and with it every command that a test starts and sends Ctrl-C
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -4,15 +4,13 @@ import asyncio
 import json
 import random
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from harness import CHECKPOINTS, LocalCluster, config_of
-from processes import Command, running
+from processes import Command, free_port, is_alive, running
 
 from pd_cluster.client import AsyncClient, Client, Completion, FinishReason, Health, Role
 from pd_cluster.engine.torch_engine import TorchEngine
@@ -24,11 +22,6 @@ PROMPTS = [
     (prompt["ids"], prompt["greedy_ids"]) for prompt in json.loads((MODEL / "reference.json").read_text())["prompts"]
 ]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class RouterProcess:
@@ -255,10 +248,3 @@ async def test_a_pool_grows_and_shrinks_under_running_streams():
         for role, instances in (("decode", 0), ("colocated", 1)):
             with pytest.raises(InvalidRequest):
                 await client.scale(role, instances)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

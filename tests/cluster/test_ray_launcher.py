@@ -5,10 +5,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import ray
+from processes import until
 
 from pd_cluster.config import load_config
 from pd_cluster.errors import ConfigError
@@ -38,13 +39,6 @@ def specs(role: str, num_ranks: int, threads: int = 1, epoch: str = "e", path: s
     config = load_config(overrides=[f"{section}={num_ranks}", f"{role}.threads={threads}", f"model.path={path}"])
     (shape,) = [s for s in engine_shapes(config) if s.role == role]
     return rank_specs(shape, EngineEpoch(epoch), config, ("127.0.0.1", 1), ranks_on_host=num_ranks)
-
-
-def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import httpx
 import openai
 import pytest
 import ray
-from processes import ROOT, until
+from processes import ROOT, free_port, until
 from ray import serve
 
 from pd_cluster import env
@@ -113,8 +112,7 @@ def application() -> Iterator[Application]:
         os.environ.setdefault(name, value)
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     ray.init("local", num_cpus=3, object_store_memory=80 << 20, **quiet)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     with tempfile.NamedTemporaryFile(prefix="pd-cluster-serve-") as errors:
         application = Application(port, errors)

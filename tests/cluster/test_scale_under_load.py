@@ -5,11 +5,12 @@ Whoever is to leave gives its requests and its experts away first; those that co
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
 from harness import Output
 from living import LivingCluster, config_of
+from losing import prompt_of
+from processes import is_alive
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.ids import EngineId
@@ -19,17 +20,6 @@ pytestmark = [pytest.mark.processes]
 
 NUM_PROMPTS = 2
 OPTIONS = {"max_tokens": 24}
-
-
-def prompt_of(number: int, length: int = 32) -> list[int]:
-    return [3 + (number * 17 + i * i + 5 * i) % 500 for i in range(length)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Load:

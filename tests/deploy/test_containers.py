@@ -6,7 +6,6 @@ the decode engine is spread over two pods.
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from helm_tool import Helm, of_kind
 from kubelet import Node, Pod, get, until
+from processes import free_port
 
 from pd_cluster.model.source import DEMO
 
@@ -57,14 +57,9 @@ def certificates(directory: Path) -> dict[str, bytes]:
     return {"tls.crt": pem, "ca.crt": pem, "tls.key": key.read_bytes()}
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def node(helm4: Helm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    ports = {"router.httpPort": free_port(), "router.grpc.port": free_port()}  # a router listens on every address
+    ports = {"router.httpPort": free_port(""), "router.grpc.port": free_port("")}  # a router listens on every address
     sets = [f"--set={key}={value}" for key, value in (VALUES | ports).items()]
     objects = helm4.example("cpu", *sets)
     secrets = {

@@ -4,11 +4,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from processes import state, until
 
 from pd_cluster.bench.second_token import arguments
 from pd_cluster.bench.second_token import summary as second_token_summary
@@ -74,14 +72,3 @@ def test_a_paused_process_and_its_children_stand_still_and_go_on() -> None:
         until(lambda: "T" not in [state(pid) for pid in family(process.pid)])
     finally:
         process.communicate(b"\n", timeout=20)
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

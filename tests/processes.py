@@ -1,8 +1,12 @@
-"""Commands of ours as a user runs them, and a look at what they leave behind."""
+"""Commands of ours as a user runs them, and a look at what they leave behind.
+
+Of the standard library alone, so that any test may import it.
+"""
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 MARK = "PD_CLUSTER_TEST_MARK"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Command:
@@ -85,3 +89,21 @@ def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"
         time.sleep(0.05)
+
+
+def state(pid: int) -> str | None:
+    """Of a process, as `ps` writes it; None when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead; whoever inherited it has not looked yet."""
+    return state(pid) not in (None, "Z")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
