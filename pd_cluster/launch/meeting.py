@@ -1,7 +1,7 @@
 """How a rank meets the others of its engine and reports to its supervisor: one face for the store and for tests.
 
 Over the store, waiting calls run on threads with a connection of their own, so that nobody waits behind a peer that is
-late.
+late, nor behind a store that does not answer.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Rendezvous(Protocol):
         """Tell the supervisor how far the start is; called from any thread."""
 
     def lease_held(self) -> bool:
-        """Whether the supervisor gave a sign lately."""
+        """Whether the supervisor gave a sign lately. Blocks while the store does not answer."""
 
     # ---- of elastic engines
 
@@ -58,7 +58,7 @@ class Rendezvous(Protocol):
         """
 
     def end_engine(self, reason: str) -> None:
-        """No rank of this engine can go on, and why."""
+        """No rank of this engine can go on, and why. Blocks until the store has it. Raises Unavailable."""
 
 
 class StoreRendezvous:
@@ -66,7 +66,8 @@ class StoreRendezvous:
         self._spec = spec
         self._address = (spec.store_host, spec.store_port)
         self._timeout_s = spec.config.launch.start_timeout_s
-        self._own = RankStore(*self._address, spec.epoch, spec.rank, spec.life)
+        self._own = self._connection(TIMEOUT_S)
+        self._lease = self._connection(TIMEOUT_S)
         self._beats: RankStore | None = None
         self._rosters: RankStore | None = None
         self._clock = SystemClock()
@@ -84,7 +85,7 @@ class StoreRendezvous:
         self._own.progress(stage, done, total)
 
     def lease_held(self) -> bool:
-        return self._own.lease_held(self._clock.now_s())
+        return self._lease.lease_held(self._clock.now_s())
 
     def roster_after(self, generation: int) -> Roster:
         if self._rosters is None:  # a connection of its own, which waits as long as its supervisor lives
@@ -103,7 +104,7 @@ class StoreRendezvous:
         self._own.release(Release(generation, refused))
 
     def end_engine(self, reason: str) -> None:
-        self._own.end(reason)
+        self._connection(TIMEOUT_S).end(reason)
 
     def _connection(self, wait_s: float) -> RankStore:
         spec = self._spec

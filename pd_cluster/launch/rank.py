@@ -31,7 +31,7 @@ from pd_cluster.engine.elastic_sync import ElasticSync
 from pd_cluster.engine.loop import EngineThread, follow
 from pd_cluster.engine.step_sync import StepSync
 from pd_cluster.engine.torch_engine import TorchEngine, build_engine
-from pd_cluster.errors import ConfigError, EngineError, PdClusterError
+from pd_cluster.errors import ConfigError, EngineError, PdClusterError, Unavailable
 from pd_cluster.ids import Rank
 from pd_cluster.launch.child import read_spec
 from pd_cluster.launch.meeting import Rendezvous, StoreRendezvous
@@ -54,6 +54,9 @@ CALM_TICK_S = 0.5
 """While no deadline is near."""
 
 LEASE_CHECK_S = 1.0
+END_S = 5.0
+"""For the word that its engine cannot go on; without it the supervisor sees this rank alone end."""
+
 MEET_TIMEOUT_S = 300.0
 
 
@@ -97,6 +100,7 @@ class RankServer:
         self._choose_device = choose_device
         self._clock = SystemClock()
         self._joins = False
+        self._ending: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
 
@@ -212,6 +216,8 @@ class RankServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
         await self._exits.aclose()
 
     # ---- parts of the start
@@ -352,7 +358,13 @@ class RankServer:
 
     def _end_engine(self, error: EngineError) -> None:
         """Of an elastic engine: without this rank the others cannot go on either."""
-        self._rendezvous.end_engine(error.message)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._tell_end(error))
+
+    async def _tell_end(self, error: EngineError) -> None:
+        with contextlib.suppress(TimeoutError, Unavailable):
+            async with asyncio.timeout(END_S):
+                await asyncio.to_thread(self._rendezvous.end_engine, error.message)
         self._break(error)
 
     def _left(self) -> None:

@@ -182,7 +182,11 @@ class RankStore:
         write(self._store, release_key(self._epoch, release.generation), encode_message(release))
 
     def end(self, reason: str) -> None:
-        self._store.compare_set(end_key(self._epoch), "", reason)
+        """Raises Unavailable when the store is gone."""
+        try:
+            self._store.compare_set(end_key(self._epoch), "", reason)
+        except DistError as error:
+            raise Unavailable(f"the store is gone: {error}") from error
 
     def roster(self, generation: int) -> Roster:
         """Wait for a generation to be issued, for `wait_s` at most. Raises DistError."""

@@ -11,6 +11,7 @@ from pd_cluster.clock import SystemClock
 from pd_cluster.errors import EngineError
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.meeting import Board, LocalRendezvous, StoreRendezvous
+from pd_cluster.launch.rank import RankServer
 from pd_cluster.launch.spec import Beat, RankReport, RankSpec, Release
 from pd_cluster.launch.store import StoreServer
 from pd_cluster.parallel.roster import Roster
@@ -37,6 +38,13 @@ def spec(server: StoreServer, dp_rank: int, life: EngineEpoch) -> RankSpec:
         store_host=server.host,
         store_port=server.port,
     )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Writes are not answered: the server has them soon."""
+    deadline_s = SystemClock().now_s() + 10
+    while not condition():
+        assert SystemClock().now_s() < deadline_s
 
 
 def waiting(wait: Callable[[], Roster]) -> tuple[threading.Thread, list[Roster]]:
@@ -74,15 +82,15 @@ def test_what_a_member_says_belongs_to_its_life_and_what_the_group_says_to_the_e
         new.beat(1, [])
         new.released(1, None)
         old.end_engine("out of slots")
-        new.end_engine("a later reason")  # answered after everything above was written
+        new.end_engine("a later reason")
+        assert server.end(EPOCH) == "out of slots"
+        assert old.lease_held()
+        assert new.lease_held()
+        until(lambda: server.report(LIVES[1], Rank(1)) is not None and server.release(EPOCH, 1) is not None)
+        until(lambda: server.beat_of(EngineEpoch("c"), Rank(1)) is not None)
+        until(lambda: server.beat_of(LIVES[1], Rank(1)) is not None)
         assert server.report(LIVES[1], Rank(1)) == RankReport(rank=Rank(1), pid=1)
         assert server.report(EngineEpoch("c"), Rank(1)) is None
-        assert old.lease_held()  # reads behind its own writes
-        new.lease_held()
-        assert server.end(EPOCH) == "out of slots"
-        deadline_s = SystemClock().now_s() + 10
-        while server.beat_of(EngineEpoch("c"), Rank(1)) is None or server.beat_of(LIVES[1], Rank(1)) is None:
-            assert SystemClock().now_s() < deadline_s
         assert server.beat_of(LIVES[1], Rank(1)) == Beat(7, [Rank(0)])
         assert server.beat_of(EngineEpoch("c"), Rank(1)) == Beat(1)
         assert server.release(EPOCH, 1) == Release(1)
@@ -93,6 +101,53 @@ def test_what_a_member_says_belongs_to_its_life_and_what_the_group_says_to_the_e
         server.revoke(EPOCH)
         assert not new.lease_held()
     finally:
+        server.close()
+
+
+def test_the_lease_is_looked_at_and_an_end_is_told_behind_nobody() -> None:
+    server = StoreServer()
+    try:
+        server.beat()
+        rank = StoreRendezvous(spec(server, 0, LIVES[0]))
+        stuck = threading.Thread(target=lambda: rank._own.roster(0))  # has the connection until there is one
+        stuck.start()
+        over = threading.Event()
+
+        def end() -> None:
+            assert rank.lease_held()
+            rank.end_engine("out of slots")
+            over.set()
+
+        threading.Thread(target=end).start()
+        told = over.wait(5)
+        server.issue(EPOCH, ROSTERS[0])
+        stuck.join(10)
+        assert told
+        assert server.end(EPOCH) == "out of slots"
+    finally:
+        server.close()
+
+
+async def test_an_engine_that_ends_while_its_store_does_not_answer_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pd_cluster.launch.rank.END_S", 0.2)
+    answered = threading.Event()
+
+    class Silent(LocalRendezvous):
+        def end_engine(self, reason: str) -> None:
+            answered.wait(10)
+
+    server = StoreServer()
+    try:
+        rank = RankServer(spec(server, 0, LIVES[0]), Silent(Board()))
+        started_s = SystemClock().now_s()
+        rank._end_engine(EngineError("out of slots"))
+        assert SystemClock().now_s() - started_s < 0.1, "its event loop goes on"
+        with pytest.raises(EngineError, match="out of slots"):
+            await asyncio.wait_for(rank._ended, 5)
+    finally:
+        answered.set()
         server.close()
 
 
