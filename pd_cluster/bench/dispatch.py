@@ -6,10 +6,9 @@ exchange is dispatch and combine without experts between them; the slowest rank'
 
 # T tokens of a rank, K experts per token, H hidden size
 
-import multiprocessing
-import os
 import statistics
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from msgspec import Struct
 from torch._C._distributed_c10d import TCPStore
 
-from pd_cluster.errors import EngineError
+from pd_cluster.bench.rank_processes import rank_processes
 from pd_cluster.ids import Rank
 from pd_cluster.parallel.codec import CodecName, codec_of
 from pd_cluster.parallel.collective import CollectiveDispatcher
@@ -46,40 +45,23 @@ DEMO = {"hidden_size": 128, "num_chosen": 4, "num_experts": 32}
 LARGER = {"hidden_size": 2048, "num_chosen": 8, "num_experts": 128}
 
 
-def run(*, num_tokens: int = 32, exchanges: int = 100, rounds: int = 7) -> list[dict[str, Any]]:
-    """The demo model's shapes and larger ones, between 2 and 4 ranks; and the larger ones as FP8."""
+def run(*, num_tokens: int = 32, exchanges: int = 50, rounds: int = 5) -> Iterator[dict[str, Any]]:
+    """The demo model's shapes and larger ones, between 2 and 4 ranks; the larger ones as FP8 too. Each as it comes."""
     kinds: list[tuple[dict[str, int], CodecName]] = [(DEMO, "auto"), (LARGER, "auto"), (LARGER, "fp8")]
     loads = [
         Load(num_ranks=num_ranks, num_tokens=num_tokens, codec=codec, **shape)
         for shape, codec in kinds
         for num_ranks in (2, 4)
     ]
-    return [measure(load, exchanges=exchanges, rounds=rounds) for load in loads]
+    for load in loads:
+        yield measure(load, exchanges=exchanges, rounds=rounds)
 
 
 def measure(load: Load, *, exchanges: int, rounds: int) -> dict[str, Any]:
     """Raises EngineError when a rank dies or says nothing for TIMEOUT_S."""
-    context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes: list[Connection] = []
-    processes = []
-    for rank in range(load.num_ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, load, store.port, exchanges, rounds, theirs), daemon=True)
-        process.start()
-        processes.append(process)
-        pipes.append(ours)
-    try:
-        endpoints = [_receive(pipe) for pipe in pipes]
-        for pipe in pipes:
-            pipe.send(endpoints)
-        medians = [_receive(pipe) for pipe in pipes]
-        for pipe in pipes:
-            pipe.send("end")
-    finally:
-        for process in processes:
-            process.join(5.0)
-            process.kill()
+    with rank_processes(load.num_ranks, TIMEOUT_S, _rank, load, exchanges, rounds) as ranks:
+        ranks.send(ranks.receive_all())  # endpoints
+        medians = ranks.receive_all()
     nixl_s, gloo_s = (max(of_rank[turn] for of_rank in medians) for turn in TURNS)
     return {
         "ranks": load.num_ranks,
@@ -93,16 +75,7 @@ def measure(load: Load, *, exchanges: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _receive(pipe: Connection) -> Any:
-    try:
-        if pipe.poll(TIMEOUT_S):
-            return pipe.recv()
-    except EOFError as error:
-        raise EngineError("a rank of the measurement died") from error
-    raise EngineError(f"a rank of the measurement said nothing for {TIMEOUT_S:g} s")
-
-
-def _rank(rank: int, load: Load, port: int, exchanges: int, rounds: int, pipe: Connection) -> None:
+def _rank(rank: int, port: int, pipe: Connection, load: Load, exchanges: int, rounds: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False)
     groups = Groups.connect(
@@ -144,5 +117,4 @@ def _rank(rank: int, load: Load, port: int, exchanges: int, rounds: int, pipe: C
                 seconds[turn].append(statistics.median(took_s))
     assert not nixl.take_void(), "an exchange lost rows"
     pipe.send({turn: statistics.median(of_turn) for turn, of_turn in seconds.items()})
-    pipe.recv()
-    os._exit(0)  # NIXL's connections to peers that are gone need no goodbye
+    pipe.recv()  # until it is killed: others may be in their last exchange

@@ -6,7 +6,6 @@ change was on, from the first Prepare until the old slots were free, are set aga
 """
 
 import asyncio
-import multiprocessing
 import random
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch
 from msgspec import Struct
 from torch._C._distributed_c10d import TCPStore
 
+from pd_cluster.bench.rank_processes import rank_processes
 from pd_cluster.bench.roofline import MODEL
 from pd_cluster.clock import SystemClock
 from pd_cluster.config import load_config
@@ -64,29 +64,9 @@ class Load(Struct, frozen=True, kw_only=True):
 
 def run(load: Load) -> dict[str, Any]:
     """Milliseconds of steps, p50 and p99, during changes and outside. Raises EngineError when a rank dies."""
-    context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(load.num_ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, load, store.port, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    try:
-        try:
-            if not pipes[0].poll(TIMEOUT_S):
-                raise EngineError(f"rank 0 said nothing for {TIMEOUT_S:g} s")
-            result: dict[str, Any] = pipes[0].recv()
-        except EOFError as error:
-            raise EngineError("a rank of the measurement died") from error
+    with rank_processes(load.num_ranks, TIMEOUT_S, _rank, load) as ranks:
+        result: dict[str, Any] = ranks.receive(0)
         return result
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join(5.0)
 
 
 class _Recorder:
@@ -119,7 +99,7 @@ class _Role:
     def stepped(self, outcome: StepOutcome) -> None: ...
 
 
-def _rank(rank: int, load: Load, port: int, pipe: Connection) -> None:
+def _rank(rank: int, port: int, pipe: Connection, load: Load) -> None:
     torch.set_num_threads(1)
     asyncio.run(_serve(Rank(rank), load, TCPStore("127.0.0.1", port, is_master=False), pipe))
 

@@ -124,8 +124,8 @@ def placement(
 @edge.guard
 def dispatch(
     tokens: Annotated[int, typer.Option(help="Tokens of each rank.", min=1)] = 32,
-    exchanges: Annotated[int, typer.Option(help="Exchanges in a turn.", min=1)] = 100,
-    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are shown.", min=1)] = 7,
+    exchanges: Annotated[int, typer.Option(help="Exchanges in a turn.", min=1)] = 50,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are shown.", min=1)] = 5,
     json: options.AsJson = False,
 ) -> None:
     """Tokens to experts and back between 2 and 4 ranks: one-sided writes next to gloo."""
@@ -133,6 +133,7 @@ def dispatch(
 
     for result in run(num_tokens=tokens, exchanges=exchanges, rounds=rounds):
         _print(result, json)
+        sys.stdout.flush()
 
 
 Threads = Annotated[int, typer.Option(help="Of the engine, in this process.", min=1)]
