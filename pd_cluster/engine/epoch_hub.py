@@ -270,7 +270,9 @@ class EpochHub:
         """No stage is left: is anything still to be done?"""
         self._idle.set()
         is_wanted = self._wanted is not None and not self._wanted.done()
-        if not self._is_sound or (is_wanted and (self._is_asked or not self._is_where_wanted())):
+        if not self._holders:
+            self._give_up(NotSupported("no member has any of them"))
+        elif not self._is_sound or (is_wanted and (self._is_asked or not self._is_where_wanted())):
             self._plan(self._move())
         elif self._wanted is not None and is_wanted:
             self._wanted.set_result(None)

@@ -69,22 +69,6 @@ class Formed(Struct, frozen=True, kw_only=True, tag="formed"):
     settled: bytes = b""  # the placement that holds
 
 
-class Standing(Struct, frozen=True):
-    """Where a DP rank stands between placement epochs: its next step computes with `epoch`, and it has promised to go
-    to `ready`, with no decision seen.
-    """
-
-    epoch: int
-    ready: int | None = None
-
-
-def epoch_that_holds(standings: list[Standing]) -> int:
-    """What all compute with from now on. One that has seen the commit of an epoch knows that all had promised it, so it
-    holds for all; an epoch that nobody saw committed is abandoned.
-    """
-    return max(standing.epoch for standing in standings)
-
-
 # ---- what is to be done
 
 

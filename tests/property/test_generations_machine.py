@@ -19,8 +19,6 @@ from pd_cluster.engine.generations import (
     Hello,
     Meet,
     Phase,
-    Standing,
-    epoch_that_holds,
 )
 from pd_cluster.engine.step_sync import Go, Vote, Votes
 from pd_cluster.ids import EngineEpoch
@@ -30,6 +28,20 @@ from pd_cluster.parallel.transition import Commit
 encode = msgspec.msgpack.encode
 NUM = 3
 Wire = Hello | Formed | Vote | Go
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """Where a lead stands between placement epochs: its next step computes with `epoch`, and it has promised to go to
+    `ready`, with no decision seen.
+    """
+
+    epoch: int
+    ready: int | None = None
+
+
+def epoch_that_holds(standings: list[Standing]) -> int:
+    """The latest that anyone has seen committed, for all had promised it; what nobody saw committed is abandoned."""
+    return max(standing.epoch for standing in standings)
 
 
 class Step(msgspec.Struct):
