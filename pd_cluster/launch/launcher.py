@@ -1,7 +1,7 @@
 """A launcher starts rank processes somewhere and lets the supervisor watch and end them.
 
 Two stand behind this contract: `process` (children of this process) and `ray` (actors of a Ray cluster). One thread
-calls them.
+starts ranks and closes the launcher, another one polls and ends them; a handle may be polled by both.
 """
 
 from typing import Protocol

@@ -109,9 +109,12 @@ class Node:
 
 
 class NodeClient:
-    """Reaches the `Node` of one node. When the node is lost, its ranks count as dead once their lease has run out."""
+    """Reaches the `Node` of one node. When the node is lost, its ranks count as dead once their lease has run out.
+    Thread-safe.
+    """
 
     def __init__(self, node_id: str) -> None:
+        self._asking = threading.Lock()
         self._asked: dict[ProcessIdentity, tuple[Any, float]] = {}  # answers that are due, and since when
         self._local = Node() if node_id == _own_node_id() else None
         self._actor: Any = None
@@ -124,6 +127,10 @@ class NodeClient:
         """Whether it may live, as far as is known: a node that does not answer keeps nobody waiting."""
         if self._local is not None:
             return self._local.lives(process)
+        with self._asking:
+            return self._remote_lives(process)
+
+    def _remote_lives(self, process: ProcessIdentity) -> bool:
         if process not in self._asked:
             self._asked[process] = self._actor.lives.remote(process), time.monotonic()
         answer, asked_s = self._asked[process]
@@ -177,8 +184,8 @@ class RayHandle:
             done, _ = ray.wait([self._running], timeout=0)
             if not done:
                 return None
+            self._ended_s = time.monotonic()  # first: whoever sees the code, on another thread, looks at it
             self._code = self._result()
-            self._ended_s = time.monotonic()
             ray.kill(self._actor)
         self._gone = self._gone or not self._node.lives(self._home.process)
         if self._gone:
