@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 import pytest
+from harness import until
 
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
@@ -133,9 +134,7 @@ class Running:
         await self.supervisor.__aexit__(kind, error, trace)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110 (of a supervisor on this loop and ranks on a thread)
-                await asyncio.sleep(0.005)
+        await until(condition, 20)
 
     def of(self, kind: type[EngineEvent]) -> list[EngineEvent]:
         return [event for event in self.events if isinstance(event, kind) and event.engine_id == DECODE]

@@ -48,7 +48,7 @@ class Exchange:
             agreed = self._agreed.setdefault((*key, life), [])
             agreed.append(there >= ranks)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(agreed) == size, 20)
+            assert self._changed.wait_for(lambda: len(agreed) == size, 20), "a rank of this life is not in the step"
             return all(agreed)
 
     def halt(self, life: EngineEpoch, ranks: list[Rank]) -> None:
@@ -68,6 +68,7 @@ class Coupled(ToyEngine):
         self.generation = -1
         self.proceed = threading.Event()
         self.proceed.set()
+        self.is_held = threading.Event()  # in a step, until told to proceed
         self.is_dead = False
         self.ranks: frozenset[Rank] = frozenset()
         self.steps: list[int] = []
@@ -75,7 +76,10 @@ class Coupled(ToyEngine):
     def launch(self, plan: StepPlan, step_tokens: list[int]) -> None:
         assert not self.steps or plan.step > self.steps[-1]
         self.steps.append(plan.step)
-        assert self.proceed.wait(20)
+        proceed = self.proceed
+        if not proceed.is_set():
+            self.is_held.set()
+        assert proceed.wait(20)
         if self.is_dead:
             raise EngineError("this rank is dead")
         if self._exchange.meet((self.generation, plan.step), self.rank, self._life, self.ranks, self._size):
@@ -306,12 +310,11 @@ async def test_a_step_that_waits_for_the_dead_is_void_and_its_work_done_again(vi
             group.members[index].add(f"r{index}", prompt_of(index))
         await until(lambda: all(member.tokens for member in group.living))
         dying = group.members[victim]
-        dying.engines[0].proceed.clear()  # it took the step upon itself and never comes
+        dying.engines[0].proceed = threading.Event()  # it took the step upon itself and never comes
         survivors = [member for member in group.living if member is not dying]
-        await until(lambda: len({member.engines[0].steps[-1] for member in group.living}) == 1)
-        await asyncio.sleep(0.02)
+        await until(dying.engines[0].is_held.is_set)
         at = dying.engines[0].steps[-1]
-        assert [member.engines[0].steps[-1] for member in survivors] == [at, at]
+        await until(lambda: [member.engines[0].steps[-1] for member in survivors] == [at, at])
         dying.engines[0].is_dead = True
         dying.engines[0].proceed.set()
         await dying.die()
