@@ -3,11 +3,14 @@
 An agent has no lock of its own: whoever opens one calls it from one thread at a time.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from pd_cluster.errors import TransferFailed
+
+log = logging.getLogger(__name__)
 
 
 def prepare_environment(memory: str = "DRAM") -> None:
@@ -41,3 +44,29 @@ def open_agent(name: str, memory: str = "DRAM") -> tuple[Any, AgentErrors]:
         return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"])), errors
     except errors.all as error:
         raise TransferFailed(f"NIXL cannot open an agent: {error}") from error
+
+
+def meet(agent: Any, errors: AgentErrors, name: str, metadata: bytes) -> None:
+    """Connect to the peer of that name, before the first transfer would; `part` ends it. Raises TransferFailed, and then
+    nothing of the peer is left.
+    """
+    try:
+        loaded = agent.add_remote_agent(metadata).decode()
+    except errors.all as error:
+        raise TransferFailed(f"cannot load the metadata of {name}: {error}") from error
+    if loaded != name:
+        part(agent, errors, loaded)
+        raise TransferFailed(f"the metadata of {name} is {loaded}'s")
+    try:
+        agent.make_connection(name)
+    except errors.all as error:
+        part(agent, errors, name)
+        raise TransferFailed(f"cannot connect to {name}: {error}") from error
+
+
+def part(agent: Any, errors: AgentErrors, name: str) -> None:
+    """Disconnect from a peer and forget its metadata."""
+    try:
+        agent.remove_remote_agent(name)
+    except errors.all as error:
+        log.warning("nixl_disconnect_failed peer=%s error=%s", name, error)

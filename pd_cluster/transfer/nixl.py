@@ -21,7 +21,7 @@ from msgspec import Struct
 from pd_cluster.errors import TransferFailed
 from pd_cluster.ids import EngineEpoch, Rank, TransferId
 from pd_cluster.kv.layout import KvLayout
-from pd_cluster.nixl_agent import open_agent
+from pd_cluster.nixl_agent import meet, open_agent, part
 from pd_cluster.transfer.contract import Arena, Event, RankEndpoint, Received, Record, Write, WriteDone, WriteFailed
 
 log = logging.getLogger(__name__)
@@ -45,13 +45,12 @@ class NixlBackend:
         self.num_undecodable = 0
         self._name = f"{epoch}/{rank}"
         self._arena = arena
-        self._agent, errors = open_agent(self._name, arena.memory)
-        self._errors, self._peer_errors = errors.all, errors.of_peer
+        self._agent, self._errors = open_agent(self._name, arena.memory)
         try:
             registered = [(arena.base_address, arena.num_bytes, arena.device_id, "")]
             self._registered = self._agent.register_memory(registered, arena.memory)
             metadata = self._agent.get_agent_metadata()
-        except self._errors as error:
+        except self._errors.all as error:
             raise TransferFailed(f"NIXL cannot register {arena.num_bytes} bytes of {arena.memory}: {error}") from error
         self._endpoint = RankEndpoint(
             rank=rank,
@@ -79,19 +78,8 @@ class NixlBackend:
             return
         if name in self._peers:
             self.disconnect(name)
-        try:
-            loaded = self._agent.add_remote_agent(peer.agent_metadata)
-        except self._errors as error:
-            raise TransferFailed(f"cannot load the metadata of {name}: {error}") from error
-        if loaded.decode() != name:
-            self._agent.remove_remote_agent(loaded)
-            raise TransferFailed(f"the metadata of {name} is {loaded.decode()}'s")
+        meet(self._agent, self._errors, name, peer.agent_metadata)
         self._peers[name] = peer
-        try:
-            self._agent.make_connection(name)  # otherwise the first write pays for it
-        except self._errors as error:
-            self.disconnect(name)
-            raise TransferFailed(f"cannot connect to {name}: {error}") from error
 
     def disconnect(self, agent_name: str) -> None:
         if self._peers.pop(agent_name, None) is None:
@@ -105,10 +93,7 @@ class NixlBackend:
         for write in [w for w in self._records if w.peer == agent_name]:
             self._records.remove(write)
             self._fail(write, f"disconnected from {agent_name}", quiet=True)
-        try:
-            self._agent.remove_remote_agent(agent_name)
-        except self._errors as error:
-            log.warning("nixl_disconnect_failed peer=%s error=%s", agent_name, error)
+        part(self._agent, self._errors, agent_name)
 
     def post(self, write: Write) -> None:
         peer = self._peers.get(write.peer)
@@ -144,13 +129,13 @@ class NixlBackend:
                 write.peer,
                 encode_record(write.record),
             )
-        except self._errors as error:
+        except self._errors.all as error:
             self._fail(write, f"NIXL refused the write to {write.peer}: {error}", quiet=True)
             return
         posted = _Posted(write, handle, time.monotonic())
         try:
             state = self._agent.transfer(handle)
-        except self._errors as error:
+        except self._errors.all as error:
             self._end(posted, str(error))
             return
         self._posted[write.write_id] = posted
@@ -159,7 +144,7 @@ class NixlBackend:
     def poll(self) -> list[Event]:
         try:
             notifications = self._agent.get_new_notifs()
-        except self._errors as error:
+        except self._errors.all as error:
             # broken connections surface here and at the writes they carried, which say whose they were
             log.warning("nixl_poll_failed agent=%s error=%s", self._name, error)
             notifications = {}
@@ -172,7 +157,7 @@ class NixlBackend:
         for posted in list(self._posted.values()):
             try:
                 state = self._agent.check_xfer_state(posted.handle)
-            except self._errors as error:
+            except self._errors.all as error:
                 self._end(posted, str(error))
                 continue
             self._settle(posted, state)
@@ -194,7 +179,7 @@ class NixlBackend:
             self.disconnect(name)
         try:
             self._agent.deregister_memory(self._registered)
-        except self._errors as error:
+        except self._errors.all as error:
             log.warning("nixl_deregister_failed agent=%s error=%s", self._name, error)
         del self._agent
 
@@ -222,10 +207,10 @@ class NixlBackend:
             write = self._records.popleft()
             try:
                 self._agent.send_notif(write.peer, encode_record(write.record))
-            except self._peer_errors as error:
+            except self._errors.of_peer as error:
                 self._lost.add(write.peer)
                 self._fail(write, f"lost {write.peer}: {error}", quiet=True)
-            except self._errors:
+            except self._errors.all:
                 self._records.append(write)  # tried again at the next poll, until cancelled
             else:
                 self._events.append(WriteDone(write.write_id, write.transfer_id, 0, 0.0))
@@ -234,7 +219,7 @@ class NixlBackend:
         """Free a transfer's handle, now or, when NIXL refuses because it is active, at a later poll."""
         try:
             handle.release()
-        except self._errors:
+        except self._errors.all:
             self._unreleased.append(handle)
 
     def _fail(self, write: Write, reason: str, quiet: bool) -> None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from pd_cluster.errors import TransferFailed
 from pd_cluster.ids import Rank
-from pd_cluster.nixl_agent import open_agent
+from pd_cluster.nixl_agent import meet, open_agent, part
 from pd_cluster.transfer.contract import Arena, Memory
 
 log = logging.getLogger(__name__)
@@ -69,8 +69,7 @@ class NixlReader:
     """
 
     def __init__(self, name: str, arena: Arena, buffers: torch.Tensor) -> None:
-        self._agent, errors = open_agent(name, arena.memory)
-        self._errors = errors.all
+        self._agent, self._errors = open_agent(name, arena.memory)
         self._buffers = buffers
         try:
             own = [(arena.base_address, arena.num_bytes, arena.device_id, "")]
@@ -79,7 +78,7 @@ class NixlReader:
                 self._agent.register_memory([(buffers.data_ptr(), buffers.numel(), 0, "")], "DRAM"),
             ]
             metadata = self._agent.get_agent_metadata()
-        except self._errors as error:
+        except self._errors.all as error:
             raise TransferFailed(f"NIXL cannot register {arena.num_bytes} bytes of {arena.memory}: {error}") from error
         self._endpoint = _Endpoint(name, metadata, arena.base_address, arena.num_bytes, arena.memory, arena.device_id)
         self._peers: dict[Rank, _Endpoint] = {}
@@ -95,21 +94,13 @@ class NixlReader:
         if self._peers.get(rank) == peer:
             return
         self.forget(rank)
-        try:
-            self._agent.add_remote_agent(peer.agent_metadata)
-            self._agent.make_connection(peer.agent_name)
-        except self._errors as error:
-            raise TransferFailed(f"cannot connect to {peer.agent_name}: {error}") from error
+        meet(self._agent, self._errors, peer.agent_name, peer.agent_metadata)
         self._peers[rank] = peer
 
     def forget(self, rank: Rank) -> None:
         peer = self._peers.pop(rank, None)
-        if peer is None:
-            return
-        try:
-            self._agent.remove_remote_agent(peer.agent_name)
-        except self._errors as error:
-            log.warning("nixl_disconnect_failed peer=%s error=%s", peer.agent_name, error)
+        if peer is not None:
+            part(self._agent, self._errors, peer.agent_name)
 
     def post(self, rank: Rank, offset: int, buffer: torch.Tensor) -> int:
         peer = self._peers.get(rank)
@@ -126,8 +117,12 @@ class NixlReader:
                 self._agent.get_xfer_descs(remote, peer.memory),
                 peer.agent_name,
             )
+        except self._errors.all as error:
+            raise TransferFailed(f"NIXL refused to read from rank {rank}: {error}") from error
+        try:
             self._agent.transfer(handle)
-        except self._errors as error:
+        except self._errors.all as error:
+            self._let_go(handle)
             raise TransferFailed(f"NIXL refused to read from rank {rank}: {error}") from error
         self._next_id += 1
         self._posted[self._next_id] = (rank, handle)
@@ -136,31 +131,36 @@ class NixlReader:
     def poll(self) -> list[ReadEnded]:
         try:
             self._agent.get_new_notifs()  # nobody sends any: this drives the transport
-        except self._errors as error:
-            log.warning("nixl_poll_failed error=%s", error)
+        except self._errors.all as error:
+            # a broken connection surfaces here and at the reads that it carried, which say whose it was
+            log.debug("nixl_poll_failed error=%s", error)
         self._unreleased = [handle for handle in self._unreleased if not self._release(handle)]
         ended = []
         for read_id, (rank, handle) in list(self._posted.items()):
             try:
                 state = self._agent.check_xfer_state(handle)
                 problem = "NIXL reports an error" if state == "ERR" else None
-            except self._errors as error:
+            except self._errors.all as error:
                 state, problem = "ERR", str(error)
             if state == "DONE":
                 del self._posted[read_id]
-                if not self._release(handle):
-                    self._unreleased.append(handle)
+                self._let_go(handle)
                 ended.append(ReadEnded(read_id, None))
             elif state == "ERR" and self._release(handle):  # refused while its bytes may still come
                 del self._posted[read_id]
                 ended.append(ReadEnded(read_id, f"reading from rank {rank} failed: {problem}"))
         return ended
 
+    def _let_go(self, handle: Any) -> None:
+        """Now, or at a later poll when NIXL refuses because it is active."""
+        if not self._release(handle):
+            self._unreleased.append(handle)
+
     def _release(self, handle: Any) -> bool:
         """Whether NIXL let it go."""
         try:
             handle.release()
-        except self._errors:
+        except self._errors.all:
             return False
         return True
 
@@ -170,7 +170,7 @@ class NixlReader:
         for registered in self._registered:
             try:
                 self._agent.deregister_memory(registered)
-            except self._errors as error:
+            except self._errors.all as error:
                 log.warning("nixl_deregister_failed error=%s", error)
         del self._agent
 
