@@ -47,8 +47,9 @@ def open_agent(name: str, memory: str = "DRAM") -> tuple[Any, AgentErrors]:
 
 
 def meet(agent: Any, errors: AgentErrors, name: str, metadata: bytes) -> None:
-    """Connect to the peer of that name, before the first transfer would; `part` ends it. Raises TransferFailed, and then
-    nothing of the peer is left.
+    """Connect to the peer of that name before the first transfer would; `part` ends it.
+
+    Raises TransferFailed, and then nothing of the peer is left.
     """
     try:
         loaded = agent.add_remote_agent(metadata).decode()
