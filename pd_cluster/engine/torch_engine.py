@@ -129,6 +129,8 @@ class TorchEngine:
         sampled: list[Sampled] = []
         if spans or (self._joins_idle and any(step_tokens)):
             try:
+                if isinstance(self.dispatcher, NixlDispatcher):
+                    self.dispatcher.open_step(plan.step)
                 logits_SV = self._run(spans, step_tokens)
                 if self._is_void():
                     self._results.append(StepResult(step=plan.step, sampled=[], void=True))

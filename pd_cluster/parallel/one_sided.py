@@ -13,6 +13,7 @@ is said by `take_void`: experts that were missing to others spoil others' tokens
 
 # T tokens, K experts per token, H hidden size, R received rows, D ranks
 
+import logging
 import os
 import secrets
 import threading
@@ -42,8 +43,11 @@ from pd_cluster.parallel.wire import (
     Ints,
     Phase,
     Shape,
+    first_of,
     tag_of,
 )
+
+log = logging.getLogger(__name__)
 
 SUSPECT_S = 0.5
 """Whoever is waited for longer is named by `suspects`."""
@@ -102,7 +106,9 @@ class NixlDispatcher:
         )
         self.step_deadline_s = step_deadline_s
         self.generation = -1
+        self._step = 0
         self._sequence = 0
+        self._num_exchanges = 0  # of this generation
         self.buffers = Buffers(self.shape, codec, rank, secrets.randbits(64) | 1)
         self.wire = wire_for(self.buffers)
         self.posts = Posts(self.buffers, name)
@@ -112,6 +118,7 @@ class NixlDispatcher:
         self._membership = threading.Lock()
         self._far = False
         self._void = False
+        self._missed: dict[int, str] = {}  # whose messages did not count in this step, and why
         self._waited_s = 0.0  # in this step
         self._waiting: tuple[float, Bytes] | None = None
         self._overdue: dict[int, float] = {}  # ranks whose last message did not come: since when
@@ -157,13 +164,15 @@ class NixlDispatcher:
         for rank in self.posts.broken & others:
             self.posts.reconnect(rank)
         with self._membership:
-            self.generation, self._sequence, self._live = generation, 0, others
+            self.generation, self._live = generation, others
+            self._sequence = self._num_exchanges = 0
             is_over = generation < self._halted_before
             self.buffers.ignored[:] = [
                 is_over or rank not in others or rank in self._masked for rank in range(self.shape.num_ranks)
             ]
         self._far = any(not self.posts.is_near(rank) for rank in others if rank in self.posts.peers)
         self._void = False
+        self._missed = {}
         self._waited_s = 0.0
         self._overdue = {}
 
@@ -182,10 +191,27 @@ class NixlDispatcher:
             if self.generation < generation:
                 self.buffers.ignored[:] = 1
 
+    def open_step(self, step: int) -> None:
+        """At the start of a step, by the number that all ranks give it: whatever an earlier step was to a rank, its
+        exchanges of this one meet those of the others.
+        """
+        self._step = step
+        self._sequence = first_of(step)
+
     def take_void(self) -> bool:
         """At the end of a step: whether rows of its tokens were missing."""
         void, self._void = self._void, False
         self._waited_s = 0.0
+        if self._missed:
+            log.warning(
+                "dispatch_missed rank=%s generation=%s step=%s void=%s missed=%s",
+                self.ranks[0],
+                self.generation,
+                self._step,
+                void,
+                self._missed,
+            )
+            self._missed = {}
         for rank in self.posts.broken & self._live - self._masked:
             self.posts.reconnect(rank)
         return void
@@ -217,6 +243,7 @@ class NixlDispatcher:
             )
         self.posts.enter()
         sequence, self._sequence = self._sequence, self._sequence + 1
+        self._num_exchanges += 1
         return OneSidedCombining(
             self, sequence % AT_ONCE, tag_of(self.generation, sequence), hidden_TH, slots_TK, weights_TK
         )
@@ -257,7 +284,7 @@ class NixlDispatcher:
 
     def wait(self, phase: Phase, parity: int, tag: int, state: Bytes, counts: Ints) -> None:
         """Until every rank's message is there or missing."""
-        budget_s = FAR_LOOK_S if self._far or self._sequence <= AT_ONCE else NEAR_LOOK_S
+        budget_s = FAR_LOOK_S if self._far or self._num_exchanges <= AT_ONCE else NEAR_LOOK_S
         started_s, waited_s = time.monotonic(), 0.0
         self._waiting = started_s, state
         while self.wire.look(phase, parity, tag, state, counts, budget_s, waited_s > YIELD_S):
@@ -266,11 +293,15 @@ class NixlDispatcher:
             lost = self.posts.broken
             for rank in np.nonzero(state == AWAITED)[0].tolist() if lost or self._too_late(waited_s) else []:
                 if rank in lost or self._too_late(waited_s):
+                    self._missed.setdefault(rank, "its connection broke" if rank in lost else "nothing came in time")
                     state[rank] = MISSING
                     counts[rank] = 0
             os.sched_yield()
         self._waiting = None
         self._waited_s += waited_s
+        if (state == MISSING).any():
+            for rank in np.nonzero((state == MISSING) & (self.buffers.ignored == 0))[0].tolist():
+                self._missed.setdefault(rank, "it has gone on")
         self._note_overdue(state, started_s)
 
     def _note_overdue(self, state: Bytes, started_s: float) -> None:

@@ -47,7 +47,7 @@ HEADER = np.dtype([("tag", "u8"), ("life", "u8"), ("seal", "u8"), ("num_rows", "
 
 PRIME, FOLD = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD
 WORD = (1 << 64) - 1
-SEQUENCE_BITS = 40
+SEQUENCE_BITS, INDEX_BITS = 44, 12
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -56,6 +56,11 @@ Ints = npt.NDArray[np.int64]
 def tag_of(generation: int, sequence: int) -> int:
     """Ascends with the generation, then with the sequence; never 0, which memory holds before anything came."""
     return (generation + 1) << SEQUENCE_BITS | sequence
+
+
+def first_of(step: int) -> int:
+    """The sequence of a step's first exchange, even; its others follow, thousands at most."""
+    return step << INDEX_BITS
 
 
 def up(num_bytes: int) -> int:

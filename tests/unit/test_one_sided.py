@@ -209,6 +209,32 @@ def test_a_rank_that_costs_one_step_after_the_other_its_deadline_is_named_over_t
         assert all(torch.equal(result, expected) for result, expected in zip(results, step.expected(), strict=True))
 
 
+def test_a_rank_that_exchanged_more_in_one_step_meets_the_others_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    with Ranks(2, step_deadline_s=0.3) as ranks:
+        step = Step([4, 4])
+
+        def run(rank: int, number: int, times: int) -> tuple[list[object], bool]:
+            dispatcher = ranks.all[rank]
+            dispatcher.open_step(number)
+            results: list[object] = [step.run(dispatcher) for _ in range(times)]
+            return results, dispatcher.take_void()
+
+        one, other = ranks.each(lambda rank: run(rank, 7, 2 + rank))
+        assert one[1] is False
+        assert other[1] is True, "nobody met its third exchange"
+        assert "rank=1 generation=0 step=7 void=True missed={0: 'nothing came in time'}" in caplog.text
+        caplog.clear()
+        for number in (8, 9, 12):
+            for (results, void), expected in zip(
+                ranks.each(lambda rank, number=number: run(rank, number, 3)),  # type: ignore[misc]
+                step.expected(),
+                strict=True,
+            ):
+                assert all(torch.equal(result, expected) for result in results)
+                assert not void
+        assert not caplog.text
+
+
 def test_a_write_that_never_ends_costs_one_step_and_its_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
