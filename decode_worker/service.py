@@ -155,7 +155,6 @@ class DecodeWorker:
             num_pending_reservations=reservations.num_pending,
             oldest_stranded_s=reservations.oldest_s,
             step_s=self._loop.step_s,
-            prefill_tok_s=self._loop.prefill_tok_s,
             num_steps=self._loop.num_steps,
             draining=self._draining or self._leaving,
             expert_load=self._expert_load(),
@@ -340,7 +339,6 @@ class DecodeWorker:
             )
 
     def stepped(self, outcome: StepOutcome) -> None:
-        self._scheduler.prefill_tok_s = self._loop.prefill_tok_s
         self._owners.tell_tokens(outcome.tokens)
         for delta in outcome.tokens:
             if delta.finish is not None:

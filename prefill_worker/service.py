@@ -140,7 +140,6 @@ class PrefillWorker:
             num_pending_sends=pushes.num_pending,
             oldest_stranded_s=pushes.oldest_s,
             step_s=self._loop.step_s,
-            prefill_tok_s=self._loop.prefill_tok_s,
             num_steps=self._loop.num_steps,
             draining=self._draining or self._leaving,
             expert_load=self._expert_load(),
@@ -199,7 +198,6 @@ class PrefillWorker:
             )
 
     def stepped(self, outcome: StepOutcome) -> None:
-        self._scheduler.prefill_tok_s = self._loop.prefill_tok_s
         done = {prefilled.request_id for prefilled in outcome.prefilled}
         for progress in outcome.progress:
             transfer_id = self._transfer_of.get(progress.request_id)

@@ -100,8 +100,6 @@ class EngineLoop:
         self.num_void_steps = 0
         self.step_s = 0.0
         """Moving average of the duration of steps with work, seconds."""
-        self.prefill_tok_s = 0.0
-        """Moving average over steps that prefill, tokens per second; 0 before the first."""
         self._scheduler = scheduler
         self._thread = thread
         self._sync = sync
@@ -144,7 +142,8 @@ class EngineLoop:
     def _measure(self, plan: StepPlan, step_s: float) -> None:
         self.step_s = _average(self.step_s, step_s)
         if plan.num_tokens > len(plan.work):
-            self.prefill_tok_s = _average(self.prefill_tok_s, plan.num_tokens / max(step_s, 1e-9))
+            speed = plan.num_tokens / max(step_s, 1e-9)
+            self._scheduler.prefill_tok_s = _average(self._scheduler.prefill_tok_s, speed)
 
     async def _agree(self, step: int) -> tuple[StepPlan, Go]:
         """Vote until the hub says go; return what to run. Raises GenerationOver when it will not say so any more."""

@@ -70,7 +70,8 @@ class Scheduler:
         self._max_held_blocks = max_held_blocks
         self._preempt_policy = preempt
         self._ttft_target_s = ttft_target_s
-        self.prefill_tok_s = 0.0  # as measured by whoever runs the steps
+        self.prefill_tok_s = 0.0
+        """Moving average over steps that prefill, kept by whoever runs them; 0 before the first."""
         self._num_starts = 0
         self._sequences: dict[RequestId, Sequence] = {}  # all that have not ended
         self._waiting: OrderedDict[RequestId, Sequence] = OrderedDict()
@@ -299,6 +300,7 @@ class Scheduler:
             num_free_blocks=self._memory.num_free,
             num_reserved_blocks=self._memory.num_reserved,
             num_held_blocks=self._num_held_blocks,
+            prefill_tok_s=self.prefill_tok_s,
         )
 
     def take_cache_events(self) -> tuple[list[UnitHash], list[UnitHash]]:

@@ -133,6 +133,18 @@ async def test_requests_that_come_while_others_run_get_their_own_tokens() -> Non
         setup.scheduler.check()
 
 
+async def test_the_scheduler_knows_how_fast_prompts_are_computed() -> None:
+    async with Setup("requeue") as setup:
+        assert setup.scheduler.load().prefill_tok_s == 0.0
+        setup.add("prompt", list(range(1, 50)), 1)
+        await setup.role.until_ended(1)
+        measured = setup.scheduler.load().prefill_tok_s
+        assert measured > 0.0
+        setup.add("token", [1], 2)
+        await setup.role.until_ended(2)
+        assert setup.scheduler.load().prefill_tok_s == measured, "steps of single tokens say nothing of it"
+
+
 async def test_a_preemption_that_leaves_nothing_to_run_is_told_and_the_loop_goes_on() -> None:
     async with Setup("evict") as setup:
         # two requests fill the pool; as both grow the newer one is put off the worker

@@ -53,7 +53,7 @@ def made() -> tuple[DecodeWorker, Outgoing]:
         lease_s=30.0,
         expert_load=list,
     )
-    loop = SimpleNamespace(wake=lambda: None, step_s=0.0, prefill_tok_s=0.0, num_steps=0)
+    loop = SimpleNamespace(wake=lambda: None, step_s=0.0, num_steps=0)
     outgoing = Outgoing()
     worker.attach(loop, outgoing, SimpleNamespace(apply=lambda message: None))  # type: ignore[arg-type]
     return worker, outgoing
