@@ -19,7 +19,8 @@ from pd_cluster.engine.torch_engine import TorchEngine, build_engine
 from pd_cluster.errors import ConfigError
 from pd_cluster.ids import BlockId, RequestId
 from pd_cluster.kernels.packed import Packed
-from pd_cluster.model.fused import FusedGqa, FusedMla, FusedMlp, FusedTransformer
+from pd_cluster.model.fused import FusedGqa, FusedMla, FusedTransformer
+from pd_cluster.model.fused_mlp import FusedMlp
 from pd_cluster.model.source import LoadedModel
 from pd_cluster.request import SamplingParams
 

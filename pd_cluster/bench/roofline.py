@@ -19,9 +19,12 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.model.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
-from pd_cluster.model.fused import FusedExperts, FusedMla, FusedMlp, FusedTransformer
+from pd_cluster.model.fused import FusedMla, FusedTransformer
+from pd_cluster.model.fused_mlp import FusedMlp
+from pd_cluster.model.fused_moe import FusedExperts
 from pd_cluster.model.moe import Moe
 from pd_cluster.model.random_weights import RandomSource
+from pd_cluster.model.tensors import num_parameters
 
 READ_BYTES = 256 << 20
 READ_PATTERNS = ((1, 0), (1, 4096), (4, 1024), (8, 0), (8, 1024))
@@ -145,7 +148,7 @@ def run(*, batch: int = 16, context: int = 512, rounds: int = 7, config: ModelCo
         "threads": torch.get_num_threads(),
         "batch": batch,
         "context": context,
-        "parameters": _num_parameters(config),
+        "parameters": num_parameters(config),
         "bandwidth_gb_s": speed / 1e9,
         "expert_mb": statistics.median(expert_bytes) / 1e6,
         "other_weights_mb": weight_bytes / 1e6,
@@ -160,9 +163,3 @@ def run(*, batch: int = 16, context: int = 512, rounds: int = 7, config: ModelCo
 def _engine(config: ModelConfig, batch: int, context: int) -> TorchEngine:
     num_blocks = batch * (-(-(context + 16) // BLOCK_SIZE) + 1)
     return build_engine(config, RandomSource(config), dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=num_blocks)
-
-
-def _num_parameters(config: ModelConfig) -> int:
-    from pd_cluster.model.tensors import tensor_shapes
-
-    return sum(torch.Size(shape).numel() for _, shape in tensor_shapes(config))

@@ -92,8 +92,7 @@ class ExpertsLayer(Structure):
     _fields_ = (
         ("gate_up", Linear),
         ("down", Linear),
-        ("gate_up_stride", c_int64),
-        ("down_stride", c_int64),
+        ("stride", c_int64),
     )
 
 
@@ -171,6 +170,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pack": (None, (_ptr, _ptr, _int, _int, _int)),
     "linear_alone": (None, (POINTER(Linear), _ptr, _int, _int, _ptr, _int, _int, _int)),
     "step_choice": (c_int64, (_int, _ptr, *(_int,) * 3, _ptr, *(_int,) * 3, _ptr)),
+    "slots_by_hash": (None, (_ptr, _ptr, _int, _int, _ptr, _ptr, _int, _int, _ptr)),
     "norm_layer": (None, (POINTER(Norm), _ptr, _int, _int, _ptr, _int)),
     "gqa_layer": (None, (POINTER(GqaLayer), POINTER(Step), POINTER(Pages), _ptr, _ptr)),
     "mla_layer": (None, (POINTER(MlaLayer), POINTER(Step), POINTER(Pages), _ptr, _ptr)),

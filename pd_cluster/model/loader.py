@@ -17,7 +17,8 @@ from pd_cluster.model.batch import MLA_HEADS, KvHeads
 from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig
 from pd_cluster.model.expert_arena import ExpertArena, PackedForm, PlainForm
 from pd_cluster.model.expert_store import Experts, ExpertStore
-from pd_cluster.model.fused import FusedExperts, FusedLayer, FusedTransformer, kernels_for
+from pd_cluster.model.fused import FusedLayer, FusedTransformer, kernels_for
+from pd_cluster.model.fused_moe import FusedExperts
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.gqa import Gqa, kv_heads, query_heads
 from pd_cluster.model.linear import Linear, RowLinear, Vocabulary

@@ -17,7 +17,8 @@ from pd_cluster.bench.roofline import READ_PATTERNS
 from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig, RopeConfig
-from pd_cluster.model.fused import FusedGate, FusedLayer, FusedMla, FusedTransformer
+from pd_cluster.model.fused import FusedLayer, FusedMla, FusedTransformer
+from pd_cluster.model.fused_moe import FusedGate
 from pd_cluster.model.gate import Gate
 from pd_cluster.model.random_weights import RandomSource
 from pd_cluster.model.sampler import highest_of_rows

@@ -11,7 +11,7 @@ from pd_cluster.kernels import native
 from pd_cluster.kernels.packed import Packed, WeightMemory
 from pd_cluster.model import expert_arena
 from pd_cluster.model.expert_arena import ExpertArena, PackedForm, PlainForm, is_intact, seal
-from pd_cluster.model.fused import FusedSlotMap
+from pd_cluster.model.fused_moe import FusedSlotMap
 from pd_cluster.model.moe import SlotMap
 from pd_cluster.parallel.placement import LayerPlacement, Placement, spread
 from pd_cluster.parallel.replicas import choose

@@ -25,7 +25,7 @@ void run_experts(const ExpertsLayer *layer, const Pairs *pairs, const Used *used
 #pragma omp for collapse(2) schedule(static)
     for (int64_t u = 0; u < num_used; u++)
         for (int64_t p = 0; p < up_panels; p++) {
-            Linear w = matrix_of(&layer->gate_up, layer->gate_up_stride, used[u].slot);
+            Linear w = matrix_of(&layer->gate_up, layer->stride, used[u].slot);
             int64_t blocks = (used[u].count + ROWS - 1) / ROWS;
             for (int64_t b = 0; b < blocks; b++) {
                 int64_t begin = used[u].count * b / blocks, end = used[u].count * (b + 1) / blocks;
@@ -42,7 +42,7 @@ void run_experts(const ExpertsLayer *layer, const Pairs *pairs, const Used *used
     for (int64_t u = 0; u < num_used; u++) {
 #pragma omp for schedule(static) nowait
         for (int64_t p = 0; p < down_panels; p++) {
-            Linear w = matrix_of(&layer->down, layer->down_stride, used[u].slot);
+            Linear w = matrix_of(&layer->down, layer->stride, used[u].slot);
             int64_t blocks = (used[u].count + ROWS - 1) / ROWS;
             int64_t columns = hidden - p * PANEL < PANEL ? hidden - p * PANEL : PANEL;
             for (int64_t b = 0; b < blocks; b++) {

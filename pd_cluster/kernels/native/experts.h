@@ -4,8 +4,8 @@
 #include "step.h"
 
 typedef struct {
-    Linear gate_up, down; /* of the first slot */
-    int64_t gate_up_stride, down_stride;
+    Linear gate_up, down; /* of the first slot; the others follow at the stride */
+    int64_t stride;
 } ExpertsLayer;
 
 /* (row, slot) pairs sorted by slot: `slot_counts[s]` pairs of each of `num_slots`. */

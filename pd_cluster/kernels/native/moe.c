@@ -42,7 +42,7 @@ static void expect_experts(const MoeLayer *layer, const Used *used, int64_t num_
     const Linear *up = &layer->experts.gate_up;
     const char **pieces = pieces_ahead(last - first);
     for (int64_t u = first; u < last; u++)
-        pieces[u - first] = (const char *)matrix_of(up, layer->experts.gate_up_stride, used[u].slot).packed;
+        pieces[u - first] = (const char *)matrix_of(up, layer->experts.stride, used[u].slot).packed;
     int64_t slot_bytes = 2 * packed_size(up->n, up->k, up->gated), most = (MOST_AHEAD + slot_bytes - 1) / slot_bytes;
     expect(pieces, last - first < most ? last - first : most, slot_bytes);
 }
