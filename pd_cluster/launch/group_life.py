@@ -1,8 +1,5 @@
 """The life of an elastic engine as its supervisor decides it, pure: its DP ranks live and die one by one.
 
-    away <-> pausing -> starting -> up <-> leaving
-    starting, up, leaving -> ending -> pausing
-
 All members start together and make up the roster of generation 0. From then on a member that dies is off the roster at
 once and its other ranks are killed; when all of them are seen dead its life is announced as dead, and it gets another
 one, which joins by the next roster when it has reported. The engine as a whole ends, and starts anew as any engine
@@ -15,50 +12,26 @@ pausing ends by itself, and whoever is up must give heartbeats.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable, from_info
+from pd_cluster.errors import PdClusterError, Unavailable, from_info
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
+from pd_cluster.launch.group_member import Member, Stage
 from pd_cluster.launch.heartbeats import Heartbeats
 from pd_cluster.launch.lifecycle import (
-    BACKOFF_S,
     FORGIVEN_S,
     GRACE_S,
-    MAX_BACKOFF_S,
-    NEXT,
     EngineDead,
     EngineEvent,
-    EngineFailed,
     EngineLost,
     EngineUp,
+    Life,
     State,
 )
 from pd_cluster.launch.spec import Beat, RankReport
 from pd_cluster.parallel.roster import Roster
 
-DESPAIR_S = FORGIVEN_S
-"""A member that was started `max_restarts` times in vain is tried again each so long: the group serves without it."""
-
-
-class Stage(StrEnum):
-    AWAY = "away"  # nothing of it runs, and nothing shall
-    PAUSING = "pausing"  # waits for its next life
-    STARTING = "starting"
-    UP = "up"
-    LEAVING = "leaving"  # computes still; takes nothing new
-    ENDING = "ending"  # off the roster; some process of it may still run
-
-
-NEXT_STAGE: dict[Stage, frozenset[Stage]] = {
-    Stage.AWAY: frozenset({Stage.PAUSING}),
-    Stage.PAUSING: frozenset({Stage.STARTING, Stage.AWAY}),
-    Stage.STARTING: frozenset({Stage.UP, Stage.ENDING}),
-    Stage.UP: frozenset({Stage.LEAVING, Stage.ENDING}),
-    Stage.LEAVING: frozenset({Stage.UP, Stage.ENDING}),
-    Stage.ENDING: frozenset({Stage.PAUSING, Stage.AWAY}),
-}
 STAYS_FIRST = [Stage.UP, Stage.LEAVING, Stage.STARTING, Stage.PAUSING, Stage.ENDING, Stage.AWAY]
 
 
@@ -88,47 +61,7 @@ class KillMembers(Struct, frozen=True):
 GroupAction = Issue | StartMembers | TerminateMembers | KillMembers | EngineEvent
 
 
-class Member(Struct, kw_only=True, eq=False):
-    """One DP rank, through all of its lives."""
-
-    dp_rank: int
-    ranks: list[Rank]
-    stage: Stage = Stage.PAUSING
-    life: EngineEpoch | None = None  # while some process of it may run
-    living: set[Rank] = field(default_factory=set)
-    reports: dict[Rank, RankReport] = field(default_factory=dict)
-    first_dead: set[Rank] = field(default_factory=set)
-    since_s: float = 0.0  # when the present stage began
-    due_s: float = 0.0  # when its next life begins
-    num_restarts: int = 0
-    num_refusals: int = 0  # by the launcher, since it last started
-    reason: str = ""  # why its last life ended
-
-    def begin(self, life: EngineEpoch, now_s: float) -> None:
-        self.life, self.living, self.reports, self.first_dead = life, set(self.ranks), {}, set()
-        self.to(Stage.STARTING, now_s)
-
-    def to(self, stage: Stage, now_s: float) -> None:
-        assert stage in NEXT_STAGE[self.stage], f"DP rank {self.dp_rank}: {self.stage} -> {stage}"
-        self.stage, self.since_s = stage, now_s
-
-    @property
-    def computes(self) -> bool:
-        """Whether it is on the roster."""
-        return self.stage in (Stage.UP, Stage.LEAVING)
-
-    @property
-    def address(self) -> str:
-        address = self.reports[self.ranks[0]].control_address
-        assert address is not None
-        return address
-
-    @property
-    def has_reported(self) -> bool:
-        return len(self.reports) == len(self.ranks)
-
-
-class GroupLife:
+class GroupLife(Life):
     """Inputs are method calls, with the time; outputs are the actions they return, to be done in order."""
 
     def __init__(
@@ -142,12 +75,8 @@ class GroupLife:
         leave_timeout_s: float,
         new_epoch: Callable[[], EngineEpoch],
     ) -> None:
-        self.engine_id = engine_id
+        super().__init__(engine_id, max_restarts=max_restarts, start_timeout_s=start_timeout_s, new_epoch=new_epoch)
         self.tensor_parallel = tensor_parallel
-        self.state = State.BACKOFF
-        self.epoch: EngineEpoch | None = None
-        self.error: PdClusterError | None = None  # why the latest life of the whole engine ended
-        self.num_restarts = 0  # of the whole engine
         self.num_wanted = data_parallel
         self.refusal: str | None = None  # why the latest shrink was taken back
         self.members = [
@@ -156,15 +85,7 @@ class GroupLife:
         ]
         self._generation = 0
         self._heartbeats = Heartbeats(tensor_parallel)
-        self._max_restarts = max_restarts
-        self._start_timeout_s = start_timeout_s
         self._leave_timeout_s = leave_timeout_s
-        self._new_epoch = new_epoch
-        self._num_refusals = 0
-        self._was_ready = False
-        self._stopping = False
-        self._since_s = 0.0
-        self._restart_at_s = 0.0
 
     # ---- what others ask
 
@@ -176,8 +97,7 @@ class GroupLife:
     @property
     def missing(self) -> list[Rank]:
         """Ranks that were started and have not reported."""
-        starting = [member for member in self.members if member.stage is Stage.STARTING]
-        return [rank for member in starting for rank in member.ranks if rank not in member.reports]
+        return [rank for member in self.members if member.stage is Stage.STARTING for rank in member.missing]
 
     @property
     def awaited(self) -> dict[Rank, EngineEpoch]:
@@ -269,8 +189,7 @@ class GroupLife:
         if self.state is State.STARTING:
             return self._end(Unavailable(reason or "killed"), now_s)
         if self.state is State.ENDING:
-            if not self._stopping and reason and isinstance(self.error, Unavailable):
-                self.error = Unavailable(f"{self.error.message}\nalso: {reason.splitlines()[0]}")
+            self._died_too(reason)
             return self._bury(member, now_s) + self._gone_if_empty(now_s)
         if member.stage is Stage.ENDING:
             return self._bury(member, now_s)
@@ -278,20 +197,15 @@ class GroupLife:
 
     def not_started(self, dp_ranks: Iterable[int], error: PdClusterError, now_s: float) -> list[GroupAction]:
         """The launcher could not start these members; none of their ranks lives. Lack of room costs no restart."""
-        members = [self.members[dp_rank] for dp_rank in dp_ranks]
-        for member in members:
-            member.living.clear()
-        if self.state is State.STARTING:
+        no_room = isinstance(error, Unavailable)
+        is_first = self.state is State.STARTING
+        if is_first:
             self.error = error
             self._to(State.ENDING, now_s)
-            if self._was_ready and isinstance(error, Unavailable) and not self._stopping:
-                self._num_refusals += 1
-                dead = [action for member in self.members for action in self._bury(member, now_s)]
-                self._back_off(now_s, self._num_refusals)
-                return dead
         dead = []
-        for member in members:
-            if isinstance(error, Unavailable):
+        for member in [self.members[dp_rank] for dp_rank in dp_ranks]:
+            member.living.clear()
+            if no_room:
                 member.num_refusals += 1
             else:
                 member.num_restarts += 1
@@ -299,7 +213,7 @@ class GroupLife:
             if member.stage is not Stage.ENDING:
                 member.to(Stage.ENDING, now_s)
             dead += self._bury(member, now_s)
-        return dead + self._gone_if_empty(now_s) if self.state is State.ENDING else dead
+        return dead + self._gone_if_empty(now_s, no_room and is_first)
 
     def beats(self, seen: Mapping[Rank, Beat], now_s: float) -> list[GroupAction]:
         """The latest heartbeats of the ranks that are up; those that stand still too long are lost."""
@@ -376,25 +290,11 @@ class GroupLife:
                 member.to(Stage.ENDING, now_s)
         return actions
 
-    def _gone_if_empty(self, now_s: float) -> list[GroupAction]:
+    def _gone_if_empty(self, now_s: float, no_room: bool = False) -> list[GroupAction]:
         if self.state is not State.ENDING or any(member.life is not None for member in self.members):
             return []
         self._heartbeats.clear()
-        if self._stopping:
-            self._to(State.STOPPED, now_s)
-            return []
-        assert self.error is not None
-        hopeless = isinstance(self.error, ConfigError | ModelError) or not self._was_ready
-        if hopeless or self.num_restarts >= self._max_restarts:
-            self._to(State.FAILED, now_s)
-            return [EngineFailed(self.engine_id, self.error.message)]
-        self.num_restarts += 1
-        self._back_off(now_s, self.num_restarts - 1)
-        return []
-
-    def _back_off(self, now_s: float, num_before: int) -> None:
-        self._restart_at_s = now_s + _pause_s(num_before)
-        self._to(State.BACKOFF, now_s)
+        return [*self._over(now_s, no_room)]
 
     # ---- members
 
@@ -403,8 +303,7 @@ class GroupLife:
         for member in self.members:
             age_s = now_s - member.since_s
             if member.stage is Stage.STARTING and age_s >= self._start_timeout_s:
-                late = self._late(rank for rank in member.ranks if rank not in member.reports)
-                actions += self._lose(member, late.message, now_s)
+                actions += self._lose(member, self._late(member.missing).message, now_s)
             elif member.stage is Stage.ENDING and age_s >= GRACE_S:
                 member.since_s = now_s
                 actions += self._kill([member])
@@ -488,17 +387,7 @@ class GroupLife:
         if member.living or member.life is None:
             return []
         dead = EngineDead(self.engine_id, member.life, frozenset(member.first_dead))
-        member.life = None
-        if member.stage is Stage.STARTING:
-            member.to(Stage.ENDING, now_s)
-        member.to(Stage.PAUSING, now_s)
-        if member.num_refusals:
-            pause_s = _pause_s(member.num_refusals)
-        elif member.num_restarts > self._max_restarts:
-            pause_s = DESPAIR_S
-        else:
-            pause_s = _pause_s(max(0, member.num_restarts - 1))
-        member.due_s = now_s + pause_s
+        member.bury(self._max_restarts, now_s)
         return [dead]
 
     def _refuse(self, reason: str, now_s: float) -> list[GroupAction]:
@@ -531,13 +420,6 @@ class GroupLife:
     def _lives(self, members: Iterable[Member]) -> dict[int, EngineEpoch]:
         return {member.dp_rank: self._life(member) for member in members}
 
-    def _late(self, ranks: Iterable[Rank]) -> Unavailable:
-        late = ", ".join(map(str, ranks))
-        return Unavailable(
-            f"{self.engine_id} was not ready after {self._start_timeout_s:g} s (ranks {late} did not report); "
-            "raise launch.start_timeout_s if it needs longer"
-        )
-
     def _member_of(self, rank: Rank) -> Member:
         return self.members[rank // self.tensor_parallel]
 
@@ -545,16 +427,3 @@ class GroupLife:
     def _life(member: Member) -> EngineEpoch:
         assert member.life is not None
         return member.life
-
-    def _to(self, state: State, now_s: float) -> None:
-        assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"
-        self.state = state
-        self._since_s = now_s
-
-    def _epoch(self) -> EngineEpoch:
-        assert self.epoch is not None
-        return self.epoch
-
-
-def _pause_s(num_before: int) -> float:
-    return min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S) if num_before else 0.0

@@ -7,7 +7,7 @@ and after growing pauses when it dies again soon, until it is given up; when the
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -118,7 +118,82 @@ def describe_exit(name: str, code: int, log_tail: str) -> str:
     return f"{name} {how}: {lines[-1].strip()}\n{log_tail.rstrip()}" if lines else f"{name} {how}"
 
 
-class EngineLife:
+def backoff_s(num_before: int) -> float:
+    """How long the next life waits after so many that were in vain."""
+    return min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S) if num_before else 0.0
+
+
+class Life:
+    """What the lives of all engines share: the state, and whether and when another life begins."""
+
+    def __init__(
+        self,
+        engine_id: EngineId,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+        new_epoch: Callable[[], EngineEpoch],
+    ) -> None:
+        self.engine_id = engine_id
+        self.state = State.BACKOFF
+        self.epoch: EngineEpoch | None = None
+        self.error: PdClusterError | None = None  # why the latest life ended
+        self.num_restarts = 0
+        self._num_refusals = 0  # by the launcher, since ranks last started
+        self._max_restarts = max_restarts
+        self._start_timeout_s = start_timeout_s
+        self._new_epoch = new_epoch
+        self._was_ready = False
+        self._stopping = False
+        self._since_s = 0.0  # when the present state began
+        self._restart_at_s = 0.0
+
+    def _late(self, ranks: Iterable[Rank]) -> Unavailable:
+        return Unavailable(
+            f"{self.engine_id} was not ready after {self._start_timeout_s:g} s "
+            f"(ranks {', '.join(map(str, ranks))} did not report); raise launch.start_timeout_s if it needs longer"
+        )
+
+    def _died_too(self, reason: str | None) -> None:
+        """Another rank is dead: the one that was seen dead first may have died of this one's death."""
+        if reason and not self._stopping and isinstance(self.error, Unavailable):
+            self.error = Unavailable(f"{self.error.message}\nalso: {reason.splitlines()[0]}")
+
+    def _over(self, now_s: float, no_room: bool = False) -> list[EngineFailed]:
+        """Nothing of this life runs any more. With `no_room` nothing of it ran: that costs no restart when the engine
+        has served, for nodes may be lost for longer than any restart takes.
+        """
+        if self._stopping:
+            self._to(State.STOPPED, now_s)
+            return []
+        if no_room and self._was_ready:
+            self._num_refusals += 1
+            self._back_off(now_s, self._num_refusals)
+            return []
+        hopeless = isinstance(self.error, ConfigError | ModelError) or not self._was_ready
+        if hopeless or self.num_restarts >= self._max_restarts:
+            assert self.error is not None
+            self._to(State.FAILED, now_s)
+            return [EngineFailed(self.engine_id, self.error.message)]
+        self.num_restarts += 1
+        self._back_off(now_s, self.num_restarts - 1)
+        return []
+
+    def _back_off(self, now_s: float, num_before: int) -> None:
+        self._restart_at_s = now_s + backoff_s(num_before)
+        self._to(State.BACKOFF, now_s)
+
+    def _to(self, state: State, now_s: float) -> None:
+        assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"
+        self.state = state
+        self._since_s = now_s
+
+    def _epoch(self) -> EngineEpoch:
+        assert self.epoch is not None
+        return self.epoch
+
+
+class EngineLife(Life):
     """Inputs are method calls, with the time; outputs are the actions they return, to be done in order."""
 
     def __init__(
@@ -130,23 +205,11 @@ class EngineLife:
         start_timeout_s: float,
         new_epoch: Callable[[], EngineEpoch],
     ) -> None:
-        self.engine_id = engine_id
+        super().__init__(engine_id, max_restarts=max_restarts, start_timeout_s=start_timeout_s, new_epoch=new_epoch)
         self.num_ranks = num_ranks
-        self.state = State.BACKOFF
-        self.epoch: EngineEpoch | None = None
         self.reports: dict[Rank, RankReport] = {}
-        self.error: PdClusterError | None = None  # why the latest life ended
-        self.num_restarts = 0
-        self._num_refusals = 0  # by the launcher, since ranks last started
-        self._max_restarts = max_restarts
-        self._start_timeout_s = start_timeout_s
-        self._new_epoch = new_epoch
         self._living: set[Rank] = set()
         self._first_dead: set[Rank] = set()
-        self._was_ready = False
-        self._stopping = False
-        self._since_s = 0.0  # when the present state began
-        self._restart_at_s = 0.0
 
     @property
     def addresses(self) -> list[str]:
@@ -174,14 +237,7 @@ class EngineLife:
             self._to(State.STARTING, now_s)
             return [Start(self.epoch)]
         if self.state is State.STARTING and now_s - self._since_s >= self._start_timeout_s:
-            late = ", ".join(map(str, self.missing))
-            return self._end(
-                Unavailable(
-                    f"{self.engine_id} was not ready after {self._start_timeout_s:g} s (ranks {late} did not report); "
-                    "raise launch.start_timeout_s if it needs longer"
-                ),
-                now_s,
-            )
+            return self._end(self._late(self.missing), now_s)
         if self.state is State.READY and now_s - self._since_s >= FORGIVEN_S:
             self.num_restarts = 0
         if self.state is State.ENDING and now_s - self._since_s >= GRACE_S:
@@ -209,9 +265,8 @@ class EngineLife:
         seen_together = self.state is State.ENDING and self._first_dead and now_s == self._since_s
         if self.state is State.READY or (seen_together and reason):
             self._first_dead.add(rank)
-        if self.state is State.ENDING and not self._stopping and reason and isinstance(self.error, Unavailable):
-            # the rank that was seen dead first may have died of another's death
-            self.error = Unavailable(f"{self.error.message}\nalso: {reason.splitlines()[0]}")
+        if self.state is State.ENDING:
+            self._died_too(reason)
         if self.state in (State.STARTING, State.READY):
             return self._end(Unavailable(reason or "killed"), now_s)
         if self.state is State.ENDING and not self._living:
@@ -219,18 +274,12 @@ class EngineLife:
         return []
 
     def not_started(self, error: PdClusterError, now_s: float) -> list[Action]:
-        """The launcher could not start the present life; none of its ranks lives.
-
-        That costs no restart when the engine has served: nodes may be lost for longer than any restart takes.
-        """
+        """The launcher could not start the present life; none of its ranks lives."""
         assert self.state is State.STARTING
         self.error = error
         self._living.clear()
         self._to(State.ENDING, now_s)
-        if self._was_ready and isinstance(error, Unavailable) and not self._stopping:
-            self._num_refusals += 1
-            return [self._back_off(now_s, self._num_refusals)]
-        return self._gone(now_s)
+        return self._gone(now_s, no_room=isinstance(error, Unavailable))
 
     def stop(self, now_s: float, reason: str = "the cluster stops") -> list[Action]:
         """End for good: ranks are asked, and killed when they take longer than GRACE_S."""
@@ -256,34 +305,5 @@ class EngineLife:
             return []
         return [EngineLost(self.engine_id, self._epoch(), self.addresses, reason, expected)]
 
-    def _gone(self, now_s: float) -> list[Action]:
-        dead = self._dead()
-        if self._stopping:
-            self._to(State.STOPPED, now_s)
-            return [dead]
-        hopeless = isinstance(self.error, ConfigError | ModelError) or not self._was_ready
-        if hopeless or self.num_restarts >= self._max_restarts:
-            assert self.error is not None
-            self._to(State.FAILED, now_s)
-            return [dead, EngineFailed(self.engine_id, self.error.message)]
-        self.num_restarts += 1
-        return [self._back_off(now_s, self.num_restarts - 1)]
-
-    def _back_off(self, now_s: float, num_before: int) -> EngineDead:
-        """Wait for the next life, the longer the more often it was tried in vain."""
-        pause_s = min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S) if num_before else 0.0
-        self._restart_at_s = now_s + pause_s
-        self._to(State.BACKOFF, now_s)
-        return self._dead()
-
-    def _dead(self) -> EngineDead:
-        return EngineDead(self.engine_id, self._epoch(), frozenset(self._first_dead))
-
-    def _to(self, state: State, now_s: float) -> None:
-        assert state in NEXT[self.state], f"{self.engine_id}: {self.state} -> {state}"
-        self.state = state
-        self._since_s = now_s
-
-    def _epoch(self) -> EngineEpoch:
-        assert self.epoch is not None
-        return self.epoch
+    def _gone(self, now_s: float, no_room: bool = False) -> list[Action]:
+        return [EngineDead(self.engine_id, self._epoch(), frozenset(self._first_dead)), *self._over(now_s, no_room)]

@@ -91,7 +91,7 @@ class IslandLauncher(ProcessLauncher):
 def island(monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
     with Island() as island:
         monkeypatch.setenv("UCX_TLS", "tcp,self")
-        monkeypatch.setattr("pd_cluster.launch.group_life.BACKOFF_S", 0.1)
+        monkeypatch.setattr("pd_cluster.launch.lifecycle.BACKOFF_S", 0.1)
         monkeypatch.setattr("pd_cluster.launch.cluster.create_launcher", lambda _: IslandLauncher(island))
         yield island
 

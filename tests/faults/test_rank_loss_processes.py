@@ -31,7 +31,7 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[LivingCluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_cluster.launch.group_life.BACKOFF_S", 0.1)
+        patch.setattr("pd_cluster.launch.lifecycle.BACKOFF_S", 0.1)
         async with LivingCluster(elastic()) as cluster:
             yield cluster
 

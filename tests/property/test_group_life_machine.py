@@ -12,15 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pd_cluster.errors import EngineError, Unavailable
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.group_life import (
-    DESPAIR_S,
     GroupAction,
     GroupLife,
     Issue,
     KillMembers,
-    Stage,
     StartMembers,
     TerminateMembers,
 )
+from pd_cluster.launch.group_member import DESPAIR_S, Stage
 from pd_cluster.launch.lifecycle import EngineDead, EngineFailed, EngineLost, EngineUp, State
 from pd_cluster.launch.spec import Beat, RankReport
 from pd_cluster.parallel.roster import Roster

@@ -258,7 +258,7 @@ def test_what_is_taken_late_is_judged_by_the_time_of_the_look() -> None:
 
 
 async def test_a_launcher_without_room_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_cluster.launch.group_life.BACKOFF_S", 0.05)
+    monkeypatch.setattr("pd_cluster.launch.lifecycle.BACKOFF_S", 0.05)
     async with Running() as running:
         running.launcher.errors = [Unavailable("no room"), Unavailable("no room")]
         running.launcher.rank(1).die(-9)

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from pd_cluster.errors import ConfigError, EngineError, Unavailable
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.group_life import (
-    DESPAIR_S,
     GroupLife,
     Issue,
     KillMembers,
-    Stage,
     StartMembers,
     TerminateMembers,
 )
+from pd_cluster.launch.group_member import DESPAIR_S, Stage
 from pd_cluster.launch.heartbeats import (
     FIRST_BEAT_S,
     LATELY_S,
