@@ -100,9 +100,11 @@ class ExpertMemory:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
+        """Also of one that was never started."""
         self._stopping = True
         self._calls.put(lambda: None)
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def endpoint(self, timeout_s: float = 60.0) -> bytes | None:
         """How peers read here, or None when they cannot; waits until that is known."""
