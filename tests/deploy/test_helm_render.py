@@ -8,7 +8,7 @@ import pytest
 from custom_resources import check, is_custom
 from helm_tool import CHART, EXAMPLES, Helm, of_kind, pod_templates
 
-from pd_cluster.config import load_config
+from pd_cluster.config import EngineSection, load_config
 from pd_cluster.errors import ConfigError
 
 KUBERNETES = ("1.28", "1.34")
@@ -174,6 +174,54 @@ def test_every_value_of_the_cluster_file_can_be_set(helm4: Helm, tmp_path: Any) 
     files = [config.router.api_key_file, config.security.token_file, config.security.certificate]
     files += [config.router.grpc_tls.certificate] if config.router.grpc_tls else []
     assert all(any(str(file).startswith(f"{mounted}/") for mounted in paths) for file in files)
+
+
+ENGINE: dict[str, tuple[str, Any, Any]] = {  # the cluster file's key -> the chart's, a value, and what is read of it
+    "tensor_parallel": ("tensorParallel", 2, 2),
+    "data_parallel": ("dataParallel", 4, 4),
+    "max_num_seqs": ("maxNumSeqs", 11, 11),
+    "max_num_batched_tokens": ("maxNumBatchedTokens", 12, 12),
+    "ttft_target_s": ("ttftTargetSeconds", 1.5, 1.5),
+    "dispatcher": ("dispatcher", "nixl", "nixl"),
+    "dispatch_dtype": ("dispatchDtype", "fp8", "fp8"),
+    "micro_batches": ("microBatches", "auto", "auto"),
+    "redundant_experts": ("redundantExperts", 13, 13),
+    "expert_slots_per_rank": ("expertSlotsPerRank", 16, 16),
+    "replica_choice": ("replicaChoice", "step", "step"),
+    "rebalance": ("rebalance", "off", "off"),
+    "block_size": ("blockSize", 48, 48),
+    "num_blocks": ("numBlocks", 14, 14),
+    "threads": ("threads", 15, 15),
+    "cpus": ("cpus", "{0-3,4-7}", ["0-3", "4-7"]),
+}
+ELSEWHERE = {
+    "instances",  # replicas
+    "device",  # gpus.count
+    "autoscale",  # of `serve` alone
+    "rebalance_threshold",  # by extraConfig, as these are seldom needed
+    "rebalance_sustain_s",
+    "rebalance_cooldown_s",
+}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_every_key_of_an_engine_can_be_set(helm4: Helm, tmp_path: Any, role: str) -> None:
+    assert ENGINE.keys() | ELSEWHERE == set(EngineSection.__struct_fields__)
+    objects = helm4.template(*(f"--set={role}.engine.{key}={value}" for key, value, _ in ENGINE.values()))
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_file(objects))
+    section = getattr(load_config(path), role)
+    assert {key: getattr(section, key) for key in ENGINE} == {key: value for key, (_, _, value) in ENGINE.items()}
+    assert section.elastic
+
+
+def test_an_engine_is_by_default_what_it_is_without_the_chart(
+    rendered: dict[str, list[dict[str, Any]]], tmp_path: Any
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_file(rendered["defaults"]))
+    config = load_config(path)
+    assert (config.prefill, config.decode) == (EngineSection(), EngineSection())
 
 
 def test_pods_that_are_given_gpus_ask_kubernetes_for_them_and_must_compute_on_them(helm4: Helm, tmp_path: Any) -> None:

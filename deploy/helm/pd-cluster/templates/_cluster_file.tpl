@@ -7,7 +7,7 @@
 [{{ index . 1 }}]
 {{- range $key, $value := $keys }}
 {{- if not (or (kindIs "invalid" $value) (and (kindIs "string" $value) (eq $value ""))) }}
-{{ $key }} = {{ toJson $value }} {{- /* JSON's scalars are TOML's */}}
+{{ $key }} = {{ toJson $value }} {{- /* JSON's scalars and lists of them are TOML's */}}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -17,10 +17,18 @@
 {{- with $v.engine -}}
 {{- $keys := dict "tensor_parallel" .tensorParallel "data_parallel" .dataParallel "max_num_seqs" .maxNumSeqs -}}
 {{- $_ := set $keys "max_num_batched_tokens" .maxNumBatchedTokens -}}
+{{- $_ := set $keys "ttft_target_s" (float64 .ttftTargetSeconds) -}}
+{{- $_ := set $keys "dispatcher" .dispatcher -}}
+{{- $_ := set $keys "dispatch_dtype" .dispatchDtype -}}
+{{- $_ := set $keys "micro_batches" .microBatches -}}
 {{- $_ := set $keys "redundant_experts" .redundantExperts -}}
+{{- $_ := set $keys "expert_slots_per_rank" .expertSlotsPerRank -}}
+{{- $_ := set $keys "replica_choice" .replicaChoice -}}
+{{- $_ := set $keys "rebalance" .rebalance -}}
 {{- $_ := set $keys "block_size" .blockSize -}}
 {{- $_ := set $keys "num_blocks" .numBlocks -}}
 {{- $_ := set $keys "threads" .threads -}}
+{{- $_ := set $keys "cpus" .cpus -}}
 {{- /* a pod that was given GPUs must compute on them, or say why it cannot */}}
 {{- if and $v.gpus.count (ne (index $ 0).Values.mode "rayservice") }}{{ $_ := set $keys "device" "cuda" }}{{ end -}}
 {{- if eq (index $ 0).Values.mode "rayservice" }}{{ $_ := set $keys "instances" $v.replicas }}{{ end -}}
