@@ -108,7 +108,7 @@ class StoreRendezvous:
 
     def _connection(self, wait_s: float) -> RankStore:
         spec = self._spec
-        return RankStore(*self._address, spec.epoch, spec.rank, spec.life, wait_s)
+        return RankStore(*self._address, spec.epoch, spec.rank, spec.worker_epoch, wait_s)
 
     def _key(self, key: str) -> str:
         return f"{self._spec.epoch}/meet/{key}"

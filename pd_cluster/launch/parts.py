@@ -202,7 +202,7 @@ def _server(
             fingerprint=engine.fingerprint,
             ranks=endpoints,
         ),
-        engine_epoch=None if spec.life is None else spec.epoch,
+        engine_epoch=spec.epoch if spec.is_elastic else None,
     )
     host = spec.control_host or spec.bind_host
     security = Security.from_config(spec.config.security)

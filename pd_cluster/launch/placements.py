@@ -1,8 +1,8 @@
 """What placement epochs are made of on one rank: the memory that loads experts, the rank's part, and the hub's.
 
 Without empty slots nothing can be loaded, so such an engine opens no memory to its peers: only the weights of copies
-then follow the load. How a rank's experts are read is published under `experts/{rank}`, or for one that lives by itself
-under its life, and looked up when a first expert comes from there.
+then follow the load. How a rank's experts are read is published under `experts/{its worker's epoch}/{rank}`, and looked
+up when a first expert comes from there.
 """
 
 import asyncio
@@ -63,8 +63,10 @@ class Placements:
         experts = engine.model.experts
         assert experts is not None
         assert engine.placement is not None
-        self.lives: dict[Rank, EngineEpoch] = {}
-        """Of ranks that live by themselves, as the members are now."""
+        self.lives: dict[Rank, EngineEpoch] = (
+            {} if spec.is_elastic else {Rank(rank): spec.epoch for rank in range(spec.num_ranks)}
+        )
+        """The ranks there are, with the epochs of their workers: of an elastic engine the members, as they are now."""
         self.hub: EpochHub | None = None
         self._spec = spec
         self._engine = engine
@@ -150,7 +152,7 @@ class Placements:
         self._memory.start()
         endpoint = await asyncio.to_thread(self._memory.endpoint)
         text = "" if endpoint is None else base64.b64encode(endpoint).decode()
-        await self._meeting.publish(self._key(self._spec.rank, self._spec.life), text)
+        await self._meeting.publish(_key(self._spec.worker_epoch, self._spec.rank), text)
 
     async def close(self) -> None:
         self.leave_hub()
@@ -158,11 +160,11 @@ class Placements:
         if self._memory is not None:
             await asyncio.to_thread(self._memory.stop)
 
-    def _key(self, rank: Rank, life: EngineEpoch | None) -> str:
-        return f"experts/{rank}" if life is None else f"experts/{rank}/{life}"
-
     async def _lookup(self, rank: Rank) -> bytes:
-        text = await self._meeting.lookup(self._key(rank, self.lives.get(rank)))
+        life = self.lives.get(rank)
+        if life is None:  # nobody would ever say how
+            raise TransferFailed(f"rank {rank} is not there")
+        text = await self._meeting.lookup(_key(life, rank))
         if not text:
             raise TransferFailed(f"rank {rank} cannot be read from")
         return base64.b64decode(text)
@@ -186,3 +188,7 @@ class Placements:
     def _call(self, function: Callable[[], None]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
+
+
+def _key(epoch: EngineEpoch, rank: Rank) -> str:
+    return f"experts/{epoch}/{rank}"

@@ -224,12 +224,11 @@ class RankServer:
 
     def _endpoint_key(self, rank: Rank) -> str:
         """Where a rank of this worker says how KV is written to it."""
-        life = self.spec.life
-        return f"endpoint/{rank}" if life is None else f"endpoint/{life}/{rank}"
+        return f"endpoint/{self.spec.worker_epoch}/{rank}"
 
     def _make_sync(self, model: LoadedModel) -> StepSync:
         spec = self.spec
-        if spec.life is None:
+        if not spec.is_elastic:
             return StepSync(
                 epoch=spec.epoch,
                 rank=spec.rank,
@@ -239,7 +238,7 @@ class RankServer:
             )
         return ElasticSync(
             epoch=spec.epoch,
-            life=spec.life,
+            life=spec.worker_epoch,
             rank=spec.rank,
             data_parallel=spec.data_parallel,
             tensor_parallel=spec.tensor_parallel,

@@ -368,11 +368,11 @@ def _init(address: str) -> None:
 
 
 def _place(spec: RankSpec) -> Place:
-    return spec.engine_id, None if spec.life is None else spec.dp_rank
+    return spec.engine_id, spec.dp_rank if spec.is_elastic else None
 
 
 def _strategy(spec: RankSpec) -> str:
-    return "PACK" if spec.role == "prefill" or spec.life is not None else "SPREAD"
+    return "PACK" if spec.role == "prefill" or spec.is_elastic else "SPREAD"
 
 
 def bundle(spec: RankSpec, cpu_share: float, gpu_share: float) -> dict[str, float]:

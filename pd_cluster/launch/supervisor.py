@@ -281,7 +281,7 @@ class Supervisor:
         address = (store.host, store.port)
         specs = [engine.specs(start, address, self.num_ranks) for engine, start in due]
         for engine_specs in specs:
-            store.expect_beats({spec.rank: spec.worker_epoch for spec in engine_specs if spec.life is not None})
+            store.expect_beats({spec.rank: spec.worker_epoch for spec in engine_specs if spec.is_elastic})
         wanted = [spec for engine_specs in specs for spec in engine_specs]
         handles = asyncio.get_running_loop().run_in_executor(self._starter, self._launcher.start, wanted)
         return Starting(due=due, specs=specs, handles=handles)
