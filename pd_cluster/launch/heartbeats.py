@@ -28,6 +28,9 @@ STILL_S = 3.0
 """And for so long, or STILL_GAPS times as long, when nobody does."""
 
 STILL_GAPS = 6.0
+MAX_SUSPECTED_STILL_S = 2 * STILL_S
+"""However slow beats are: the streams of all members stand still for the sake of one that may be dead."""
+
 LATELY_S = 10.0
 """What was longer ago than once to twice this is forgotten."""
 
@@ -137,7 +140,8 @@ class Heartbeats:
     @property
     def _sooner_s(self) -> float:
         gap_s = self._gap_s
-        return max(SUSPECTED_STILL_S, min(SUSPECTED_STILL_GAPS * gap_s, max(STILL_S, SLOWEST * gap_s)))
+        patience_s = min(SUSPECTED_STILL_GAPS * gap_s, max(STILL_S, SLOWEST * gap_s), MAX_SUSPECTED_STILL_S)
+        return max(SUSPECTED_STILL_S, patience_s)
 
     def _hung(self, now_s: float) -> dict[int, str]:
         """The member that most others have waited for too long; one at a time, for its loss may cure the others."""

@@ -17,6 +17,7 @@ from pd_cluster.launch.heartbeats import (
     FIRST_BEAT_S,
     LATELY_S,
     LOOK_S,
+    MAX_SUSPECTED_STILL_S,
     SLOWEST,
     STILL_S,
     SUSPECTED_STILL_GAPS,
@@ -408,6 +409,15 @@ def test_a_member_that_beats_slowly_is_not_waited_for_much_longer_than_its_beats
     assert lost is not None
     assert lost[0] <= SLOWEST * 5.7 + 0.2
     assert "gave no heartbeat" in lost[1]
+
+
+def test_no_member_is_waited_for_longer_than_streams_may_stand_still() -> None:
+    beating = Beating(every_s=11.0)
+    assert beating.until_lost(60.0) is None, "nobody waits"
+    beating.silent, beating.suspects = {1}, {0: [Rank(1)]}
+    lost = beating.until_lost(30.0)
+    assert lost is not None
+    assert lost[0] <= MAX_SUSPECTED_STILL_S + 0.2
 
 
 def test_time_in_which_nobody_looked_is_neither_patience_nor_silence() -> None:
