@@ -125,6 +125,7 @@ class Attempt(Struct, kw_only=True, eq=False):
     started: bool = False  # prefill computes, or did
     prefilled: bool = False
     adopted: bool = False
+    flows: bool = False  # tokens come from decode, and nothing is left to be settled
     num_prefill_tokens: int = 0  # as told to the directory
     num_decode_tokens: int = 0
     pending: list[m.TokenDelta] = field(default_factory=list)  # decode overtook prefill's word

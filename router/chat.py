@@ -7,7 +7,7 @@ import msgspec
 from pd_cluster.errors import InvalidRequest
 from router.choices import ChoicePiece, Choices
 from router.completions import check_model, make_choices, usage
-from router.events import collect, event, stream_events
+from router.events import TextEvent, collect, event, stream_events
 from router.exchange import Exchange, while_connected
 from router.logprobs import chat_logprobs
 from router.openai_schema import (
@@ -56,6 +56,8 @@ class _Answer:
         self._id = str(choices.choices[0].request.id)
         self._created = int(time.time())
         self._include_usage = body.include_usage
+        self._text_only = body.num_logprobs is None and not body.return_token_ids
+        self._text_events: dict[int, TextEvent] = {}
 
     async def whole(self, exchange: Exchange) -> None:
         pieces = await collect(self._choices)
@@ -89,6 +91,8 @@ class _Answer:
         )
 
     def _chunk(self, piece: ChoicePiece) -> bytes:
+        if piece.finish is None and self._text_only:
+            return self._text_event(piece.index).of(piece.text) if piece.text else b""
         out = b""
         if piece.text or piece.tokens or self._body.return_token_ids:
             choice = ChatChunkChoice(
@@ -100,6 +104,13 @@ class _Answer:
         if piece.finish is not None:
             out += self._event(ChatChunkChoice(index=piece.index, delta=ChatDelta(), finish_reason=piece.finish))
         return out
+
+    def _text_event(self, index: int) -> TextEvent:
+        found = self._text_events.get(index)
+        if found is None:
+            marked = self._event(ChatChunkChoice(index=index, delta=ChatDelta(content=TextEvent.MARK)))
+            found = self._text_events[index] = TextEvent(marked)
+        return found
 
     def _closing(self) -> bytes:
         if not self._include_usage:

@@ -5,7 +5,7 @@ first token shows that the prompt's KV is cached there. They are followed by one
 costs one wake-up and one write.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -67,7 +67,7 @@ class Choices:
         self.prompts = prompts
         self.choices: list[Choice] = []
         self._pipeline = pipeline
-        self._ready = Wakeup()
+        self._ready = Wakeup(pipeline.turn)
         options = options or TextOptions()
         for prompt_index, token_ids in enumerate(prompts):
             for sample in range(num_samples):
@@ -139,18 +139,25 @@ class Choices:
                 timings.setdefault(choice.prompt_index, choice.stream.timings)
         return sum(timing.num_cached_tokens for timing in timings.values())
 
-    async def next(self, timeout_s: float | None = None) -> list[ChoicePiece]:
-        """What has come since the last call, at least one piece; an empty list after `timeout_s` without any.
+    async def next(
+        self, timeout_s: float | None = None, at_once: Callable[[], bool] | None = None
+    ) -> list[ChoicePiece]:
+        """What has come since the last call, at least one piece; an empty list after `timeout_s` without any, and when
+        all is `done`. `at_once` may take what comes and say that it has dealt with it, which begins the time anew.
 
         Raises the error of the first choice that failed.
         """
         while True:
             self._ready.clear()
-            pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
+            pieces = self.take()
             if pieces or self.done:
                 return pieces
-            if not await self._ready.wait(timeout_s):
+            if not await self._ready.wait(timeout_s, at_once):
                 return []
+
+    def take(self) -> list[ChoicePiece]:
+        """What has come since the last call. Raises the error of the first choice that failed."""
+        return [piece for choice in self.choices if (piece := self._take(choice)) is not None]
 
     def _take(self, choice: Choice) -> ChoicePiece | None:
         if choice.done or choice.stream is None:
@@ -158,11 +165,15 @@ class Choices:
         delta = choice.stream.take()
         if delta is None:
             return None
-        for follower in choice.followers:
-            prefer = choice.stream.timings.prefill_worker
-            follower.stream = self._pipeline.submit(follower.request, prefer=prefer, ready=self._ready)
-        choice.followers = []
+        if choice.followers:
+            for follower in choice.followers:
+                prefer = choice.stream.timings.prefill_worker
+                follower.stream = self._pipeline.submit(follower.request, prefer=prefer, ready=self._ready)
+            choice.followers = []
         choice.num_tokens += len(delta.token_ids)
+        if delta.finish is None and delta.logprobs is None and choice.text.unmatched:
+            text = choice.text.push_unmatched(delta.token_ids)
+            return ChoicePiece(index=choice.index, text=text, tokens=[], token_ids=delta.token_ids)
         # the token that ended the request is counted but not shown
         ended_by_token = delta.finish is FinishReason.STOP and bool(delta.token_ids)
         shown = delta.token_ids[:-1] if ended_by_token else delta.token_ids

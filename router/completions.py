@@ -7,7 +7,7 @@ import msgspec
 
 from pd_cluster.errors import InvalidRequest, UnknownModel
 from router.choices import ChoicePiece, Choices, TextOptions
-from router.events import collect, event, stream_events
+from router.events import TextEvent, collect, event, stream_events
 from router.exchange import Exchange, while_connected
 from router.logprobs import completion_logprobs
 from router.openai_schema import (
@@ -69,6 +69,8 @@ class _Answer:
         self._created = int(time.time())
         self._include_usage = body.include_usage
         self._echoes = [self._echo(token_ids) for token_ids in choices.prompts]
+        self._text_only = body.logprobs is None and not body.return_token_ids
+        self._text_events: dict[int, TextEvent] = {}
 
     async def whole(self, exchange: Exchange) -> None:
         pieces = await collect(self._choices)
@@ -93,9 +95,18 @@ class _Answer:
         )
 
     def _chunk(self, piece: ChoicePiece) -> bytes:
+        if piece.finish is None and self._text_only:
+            return self._text_event(piece.index).of(piece.text) if piece.text else b""
         if not (piece.text or piece.tokens or piece.finish or self._body.return_token_ids):
             return b""
         return self._event(self._choice(piece, opens=False))
+
+    def _text_event(self, index: int) -> TextEvent:
+        found = self._text_events.get(index)
+        if found is None:
+            marked = self._event(CompletionChoice(index=index, text=TextEvent.MARK))
+            found = self._text_events[index] = TextEvent(marked)
+        return found
 
     def _closing(self) -> bytes:
         if not self._include_usage:

@@ -1,4 +1,8 @@
-"""Server-sent events: a stream of choices as `data:` lines, one write for each step."""
+"""Server-sent events: a stream of choices as `data:` lines, one write for each step.
+
+While its client keeps up, a stream is written in the turn of the loop in which its tokens came, past its task. The
+task sees to the rest: the beginning, the end, errors, silence, and clients that are slower than their tokens.
+"""
 
 from collections.abc import Callable
 
@@ -21,6 +25,20 @@ def event(value: msgspec.Struct) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
+class TextEvent:
+    """Events that differ in one text: what is around it is encoded once."""
+
+    MARK = "\0text\0"
+
+    def __init__(self, marked: bytes) -> None:
+        """`marked`: such an event whose text is `MARK`, the last place where that stands."""
+        self._before, found, self._after = marked.rpartition(_encode(self.MARK))
+        assert found, marked
+
+    def of(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
+
+
 async def stream_events(
     exchange: Exchange,
     choices: Choices,
@@ -30,9 +48,24 @@ async def stream_events(
     closing: Callable[[], bytes],
 ) -> None:
     """Write `opening`, a `chunk` for each piece, `closing` and [DONE]. Raises the request's error."""
+    last: list[ChoicePiece] = []
+
+    def write_now() -> bool:
+        if not exchange.writable:
+            return False
+        pieces = choices.take()
+        if choices.done:
+            last.extend(pieces)
+            return False
+        out = b"".join([chunk(piece) for piece in pieces])
+        if out:
+            exchange.write_now(out)
+        return True
+
     async with choices:
         pieces = await choices.next(HEADERS_AFTER_S)
         await exchange.begin_events()
+        at_once = write_now if exchange.has_socket else None
         out = opening()
         while True:
             out += b"".join([chunk(piece) for piece in pieces])
@@ -42,7 +75,7 @@ async def stream_events(
             if out or not pieces:
                 await exchange.write(out or KEEP_ALIVE)
             out = b""
-            pieces = await choices.next(KEEP_ALIVE_S)
+            pieces = await choices.next(KEEP_ALIVE_S, at_once) or last
 
 
 async def collect(choices: Choices) -> list[ChoicePiece]:

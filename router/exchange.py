@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pd_cluster.errors import PdClusterError, Unauthenticated
 from pd_cluster.log import get_log
+from router.http_server import Socket, socket_of
 from router.openai_errors import BodyTooLargeError, error_headers, error_json
 from router.serving import Serving
 
@@ -33,6 +34,7 @@ class Exchange:
         self.status: int | None = None
         self._receive = receive
         self._send = send
+        self._socket: Socket | None = None  # for a streamed answer that has begun
 
     async def read_body(self) -> bytes:
         """The whole body. Raises BodyTooLargeError as soon as that is known."""
@@ -74,6 +76,7 @@ class Exchange:
         )
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
+        """A part of the body, when the client has taken enough of what came before."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def answer(
@@ -91,6 +94,22 @@ class Exchange:
             "text/event-stream; charset=utf-8",
             [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
         )
+        self._socket = socket_of(self._send)
+
+    @property
+    def has_socket(self) -> bool:
+        """Whether events have begun on a socket of our own server, so that it may become `writable`."""
+        return self._socket is not None
+
+    @property
+    def writable(self) -> bool:
+        """Whether `write_now` would wait for nothing: the client is there and keeps up."""
+        return self._socket is not None and self._socket.writable
+
+    def write_now(self, body: bytes) -> None:
+        """`write` of a part that is not the last, only while `writable`."""
+        assert self._socket is not None
+        self._socket.write(body)
 
     async def fail(self, error: PdClusterError) -> None:
         """The error as an answer, or as the last event of a stream that has begun."""

@@ -157,7 +157,12 @@ class Flight:
     def on_tokens(self, leg: Leg, delta: m.TokenDelta) -> None:
         """Tokens of the present attempt."""
         attempt = self.attempt
-        if attempt is None or self.done or leg != attempt.decode:
+        if attempt is None or leg != attempt.decode:
+            return
+        if attempt.flows:
+            self._accept(delta)
+            return
+        if self.done:
             return
         if attempt.colocated and self.phase is Phase.QUEUED:
             self.timings.queued_s = self.timings.queued_s or self._port.now_s() - self.submitted_s
@@ -165,10 +170,12 @@ class Flight:
             self._move(Phase.DECODING)
         if attempt.colocated:
             attempt.vacate_prefill(self._port)
+            attempt.flows = True
             self._accept(delta)
             return
         self._adopt(attempt, None)  # tokens prove it, should the word be late
         if attempt.prefilled:
+            attempt.flows = attempt.adopted
             self._accept(delta)
         else:
             attempt.pending.append(delta)
@@ -371,8 +378,12 @@ class Flight:
 
     def _accept(self, delta: m.TokenDelta) -> None:
         """Pass on what is new of `delta`."""
-        expected = self.num_output_tokens
+        expected = len(self._token_ids) - self.request.num_prompt_tokens
         repeated = expected - delta.first_index
+        if not repeated and delta.finish is None and self._first_token_s is not None and delta.token_ids:
+            self._token_ids += delta.token_ids
+            self._port.deliver(self, Delta(delta.token_ids, delta.logprobs))
+            return
         if repeated < 0:
             self._retry(EngineError(f"tokens {expected} to {delta.first_index - 1} are missing"))
             return

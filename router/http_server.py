@@ -1,4 +1,8 @@
-"""Serves an ASGI app from the running event loop, by uvicorn with httptools; signals stay the process's own."""
+"""Serves an ASGI app from the running event loop, by uvicorn with httptools; signals stay the process's own.
+
+ASGI sends by a coroutine that checks and counts at every part of a body. An answer that is many small parts may write
+them to its `Socket` instead, once it has begun the ASGI way.
+"""
 
 import asyncio
 import contextlib
@@ -6,7 +10,8 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pd_cluster.errors import PdClusterError
 
@@ -18,6 +23,30 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class Socket:
+    """The client's socket, for parts of an answer that has begun and is chunked."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client is there and takes what it is sent: little of it waits in our memory."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
+
+    def write(self, body: bytes) -> None:
+        """A part that is neither empty nor the last."""
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+def socket_of(send: Send) -> Socket | None:
+    """The socket behind the `send` of an answer that has begun; None when it is not this server's own."""
+    cycle = getattr(send, "__self__", None)
+    return Socket(cycle) if isinstance(cycle, RequestResponseCycle) and cycle.chunked_encoding else None
 
 
 class HttpServer:

@@ -37,6 +37,7 @@ from router.lives import Lives
 from router.policy import Choice, pick_decode, pick_prefill
 from router.prefix_index import PrefixIndex
 from router.stream import TokenStream
+from router.turn import Turn
 from router.wakeup import Wakeup
 
 log = get_log(__name__)
@@ -60,6 +61,8 @@ class Pipeline:
         self.directory = directory
         self.index = PrefixIndex()
         self.metrics = metrics or RouterMetrics()
+        self.turn = Turn()
+        """For readers of several streams: those that a step has fed write in one turn of the loop."""
         self._limits = limits or Limits()
         self._max_queue = max_queue
         self._request_timeout_s = request_timeout_s
@@ -257,8 +260,9 @@ class Pipeline:
         for message in messages:
             match message:
                 case m.Tokens():
+                    by_wire = self._by_wire
                     for delta in message.deltas:
-                        flight = self._by_wire.get(delta.request_id)
+                        flight = by_wire.get(delta.request_id)
                         if flight is not None:
                             flight.on_tokens(leg, delta)
                 case m.Heartbeat():

@@ -19,6 +19,7 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._include = include
         self._held = ""
+        self.is_off = not self._stops
         self.stopped = False
 
     def push(self, text: str) -> str:
@@ -92,6 +93,19 @@ class TextStream:
         self._decoded = 0  # characters out of the detokenizer
         self._emitted = 0
         self._waiting: list[PieceToken] = []  # tokens whose text is held back
+
+    @property
+    def unmatched(self) -> bool:
+        """Whether no text is ever held back for a stop string."""
+        return self._matcher.is_off
+
+    def push_unmatched(self, token_ids: Sequence[int]) -> str:
+        """`push` of tokens without log probabilities into an `unmatched` stream, whose tokens never have any."""
+        text = self._detokenizer.push(token_ids) if self._detokenizer is not None else ""
+        self._num_tokens += len(token_ids)
+        self._decoded += len(text)
+        self._emitted += len(text)
+        return text
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> Piece:
         """The text that `token_ids` make certain. After `stopped` the request is to be ended."""
