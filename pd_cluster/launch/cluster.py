@@ -21,8 +21,11 @@ from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, Eng
 from pd_cluster.launch.roles import engine_shapes
 from pd_cluster.launch.spec import Role
 from pd_cluster.launch.supervisor import OnProgress, Supervisor
+from pd_cluster.log import get_log
 from pd_cluster.model.source import LoadedModel, open_model
 from router.app import Router
+
+log = get_log(__name__)
 
 ATTACH_TIMEOUT_S = 30.0
 MAX_INSTANCES = 1024
@@ -40,6 +43,16 @@ async def _created(section: LaunchSection) -> Launcher:
             launcher = await creating
             await asyncio.to_thread(launcher.close)
         raise
+
+
+def note_failure(task: asyncio.Task[None]) -> None:
+    """Of a task that nobody waits for: the cluster serves on without it."""
+    try:
+        task.result()
+    except asyncio.CancelledError:
+        pass
+    except Exception:  # the edge of the task
+        log.exception("task_failed", task=task.get_name())
 
 
 class Cluster:
@@ -191,6 +204,7 @@ class Cluster:
             change_timeout_s=self.config.launch.start_timeout_s + self.config.launch.shrink_timeout_s,
         )
         self._autoscaling = asyncio.create_task(autoscaler.run(), name="autoscale")
+        self._autoscaling.add_done_callback(note_failure)
         num_workers = sum(engine.shape.data_parallel for engine in self._supervisor.engines.values())
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT_S):

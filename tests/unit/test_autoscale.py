@@ -14,6 +14,7 @@ from pd_cluster.clock import FakeClock
 from pd_cluster.config import AutoscaleSection, load_config
 from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.launch.autoscale import REFUSED_FACTOR, Autoscaler, Policy, RankLoad, load_of
+from pd_cluster.launch.cluster import note_failure
 from pd_cluster.launch.group_life import GroupLife
 from pd_cluster.launch.spec import Release
 from router.directory import Directory
@@ -157,3 +158,18 @@ def test_a_section_that_cannot_work_is_refused_by_name(override: str, reason: st
     with pytest.raises(ConfigError, match=reason):
         config(override)
     assert not load_config().decode.autoscale.enabled
+
+
+async def test_an_end_that_nobody_waits_for_is_logged_and_a_cancel_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise RuntimeError("no such load")
+
+    for work in (asyncio.sleep(60.0), fail()):
+        task = asyncio.create_task(work, name="autoscale")
+        task.add_done_callback(note_failure)
+        asyncio.get_running_loop().call_later(0.01, task.cancel)
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+    (record,) = caplog.records
+    assert record.message == "task_failed"
+    assert "no such load" in caplog.text
