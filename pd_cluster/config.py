@@ -52,9 +52,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     data_parallel: int = 1
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
-    ttft_target_s: float = (
-        3.0  # who can still have a first token in time is prefilled first; 0: first come, first served
-    )
+    ttft_target_s: float = 3.0  # who can still have a first token in time goes first; 0: first come, first served
     redundant_experts: int = 0
     # between DP ranks that share experts; the last two on GPUs, where the library of that name is installed
     dispatcher: Literal["auto", "collective", "nixl", "deepep", "nixl_ep"] = "auto"

@@ -79,7 +79,7 @@ class Cluster(cluster_pb2_grpc.ClusterServicer):
                 raise NotSupported(
                     "this router does not start engines: change the number of workers where they are deployed"
                 )
-            if bool(message.instances) and bool(message.ranks):
+            if message.instances and message.ranks:
                 raise InvalidRequest("either instances or ranks, not both", param="ranks")
             if message.ranks:
                 engine_id = message.engine_id or None

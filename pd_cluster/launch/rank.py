@@ -2,8 +2,9 @@
 
     load model -> groups -> engine -> step sync -> transfer thread -> role (lead) -> control server (lead) -> report
 
-A rank ends by itself when a step fails, a rank of its engine is lost, its transfer thread breaks, or its supervisor has
-given no sign for a lease. Whatever ends it ends its engine; the supervisor replaces it as a whole.
+A rank ends by itself when a step fails, its transfer thread breaks, its supervisor has given no sign for a lease, or a
+rank is lost that it cannot go on without: any of its engine, but in an elastic one only those of its own DP rank (see
+`member`). The supervisor replaces what ends together.
 """
 
 import asyncio
