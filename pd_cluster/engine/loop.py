@@ -7,9 +7,11 @@ generation ended.
 """
 
 import asyncio
+import contextlib
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -57,17 +59,20 @@ class OneEpoch:
 
 
 class EngineThread:
-    """The one thread that calls the engine."""
+    """The one thread that calls the engine. A loop hands it a step and hears of its end once a step, so an executor's
+    two futures, locks and callbacks for each would be felt.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._orders: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="engine", daemon=True).start()
 
     def run(
         self, plan: StepPlan, step_tokens: list[int], before: Callable[[], None] | None = None
     ) -> "asyncio.Future[StepResult]":
         """Begin a step, after `before`; the future raises EngineError when it fails."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, self._step, plan, step_tokens, before)
+        return self.call(lambda: self._step(plan, step_tokens, before))
 
     def _step(self, plan: StepPlan, step_tokens: list[int], before: Callable[[], None] | None) -> StepResult:
         if before is not None:
@@ -76,11 +81,33 @@ class EngineThread:
         return self._engine.collect()
 
     def call(self, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """Run `function` between steps."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, function)
+        """Run `function` between steps; not at all if the future is cancelled before its turn."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._orders.put((future, function))
+        return future
 
     def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """On the event loop: what has not begun is cancelled, what runs is not waited for."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                order = self._orders.get_nowait()
+                if order is not None:
+                    order[0].cancel()
+        self._orders.put(None)
+
+    def _serve(self) -> None:
+        while (order := self._orders.get()) is not None:
+            future, function = order
+            if future.cancelled():
+                continue
+            result, failure = None, None
+            try:
+                result = function()
+            except BaseException as error:  # for whoever awaits it
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody does
+                future.get_loop().call_soon_threadsafe(_settle, future, result, failure)
+            del order, future, function, result, failure  # a step's values go before the next comes
 
 
 class EngineLoop:
@@ -141,27 +168,30 @@ class EngineLoop:
 
     def _measure(self, plan: StepPlan, step_s: float) -> None:
         self.step_s = _average(self.step_s, step_s)
-        if plan.num_tokens > len(plan.work):
-            speed = plan.num_tokens / max(step_s, 1e-9)
+        num_tokens = plan.num_tokens
+        if num_tokens > len(plan.work):
+            speed = num_tokens / max(step_s, 1e-9)
             self._scheduler.prefill_tok_s = _average(self._scheduler.prefill_tok_s, speed)
 
     async def _agree(self, step: int) -> tuple[StepPlan, Go]:
         """Vote until the hub says go; return what to run. Raises GenerationOver when it will not say so any more."""
         plan = msgspec.structs.replace(self._held, step=step) if self._held else self._plan(step)
         self._held = plan if plan.work else None
-        self._sync.vote(step, plan.num_tokens)
+        num_tokens = plan.num_tokens
+        self._sync.vote(step, num_tokens)
         if not self._sync.has_go():
             self._tell()
-        while not plan.num_tokens and not self._sync.has_go():
+        while not num_tokens and not self._sync.has_go():
             await self._go_or_work()
             if not self._sync.has_go():
                 plan = self._plan(step)
-                if plan.num_tokens:
+                num_tokens = plan.num_tokens
+                if num_tokens:
                     self._held = plan
-                    self._sync.vote(step, plan.num_tokens)
+                    self._sync.vote(step, num_tokens)
         go = await self._sync.go()
         assert go.step == step, (go.step, step)
-        if go.step_tokens[self._sync.lead_index] != plan.num_tokens:
+        if go.step_tokens[self._sync.lead_index] != num_tokens:
             return StepPlan(step=step), go  # our raise crossed this Go, or no step may have work now: it stays held
         self._held = None
         return plan, go
@@ -192,6 +222,15 @@ class EngineLoop:
         if self._outcome is not None:
             outcome, self._outcome = self._outcome, None
             self._role.stepped(outcome)
+
+
+def _settle(future: "asyncio.Future[Any]", result: object, failure: BaseException | None) -> None:
+    if future.done():  # cancelled: nobody wants to know
+        return
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        future.set_result(result)
 
 
 def _average(average: float, value: float) -> float:

@@ -56,7 +56,7 @@ class StepPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(w.num_tokens for w in self.work)
+        return sum([w.num_tokens for w in self.work])
 
     def again(self) -> "StepPlan":
         """The same work, for an engine that has applied the rest of this plan. KV is written to the same places, and
