@@ -1,16 +1,28 @@
 """A NIXL agent as every part of a rank opens it: the UCX backend, no progress thread, defaults of UCX set beforehand.
 
 An agent has no lock of its own: whoever opens one calls it from one thread at a time.
+
+UCX lists the host's network devices, then opens them all. One that vanishes in between fails the agent, and so does one
+that is not up yet; on a host where containers come and go that is a matter of time, so opening is tried again.
 """
 
 import logging
 import os
+import resource
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from pd_cluster.errors import TransferFailed
 
 log = logging.getLogger(__name__)
+
+RETRY_S = (0.1, 0.3, 1.0)
+"""Pauses between tries to open an agent."""
+
+AGENT_FILES = 32
+"""More than an agent opens at first; each peer over TCP takes one more later."""
 
 
 def prepare_environment(memory: str = "DRAM") -> None:
@@ -35,15 +47,40 @@ class AgentErrors:
 
 
 def open_agent(name: str, memory: str = "DRAM") -> tuple[Any, AgentErrors]:
-    """An agent that will register such memory, and what its calls raise. Raises TransferFailed when there is none."""
+    """An agent that will register such memory, and what its calls raise. May sleep, see `RETRY_S`. Raises
+    TransferFailed with the likely cause when there is none.
+    """
     prepare_environment(memory)
     from nixl import nixl_agent, nixl_agent_config
 
     errors = AgentErrors()
+    pauses_s = list(RETRY_S)
+    while True:
+        _want_files()
+        try:
+            return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"])), errors
+        except errors.all as error:
+            if not pauses_s:
+                hint = f"UCX's log says why; network devices: {_network_devices()}, see UCX_NET_DEVICES"
+                raise TransferFailed(f"NIXL cannot open an agent: {error} ({hint})") from error
+            log.warning("nixl_agent_refused agent=%s error=%s next_try_s=%g", name, error, pauses_s[0])
+        time.sleep(pauses_s.pop(0))
+
+
+def _want_files() -> None:
+    """Raise TransferFailed when hardly any more files may be opened: at some of its calls UCX would end the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"])), errors
-    except errors.all as error:
-        raise TransferFailed(f"NIXL cannot open an agent: {error}") from error
+        num_open = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even that directory
+        num_open = limit
+    if num_open + AGENT_FILES > limit:
+        need = f"{num_open} of {limit} files are open, and an agent needs up to {AGENT_FILES}"
+        raise TransferFailed(f"NIXL cannot open an agent: {need}: raise the limit (ulimit -n)")
+
+
+def _network_devices() -> str:
+    return ", ".join(device for _, device in socket.if_nameindex()) or "none"
 
 
 def meet(agent: Any, errors: AgentErrors, name: str, metadata: bytes) -> None:
