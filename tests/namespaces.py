@@ -82,7 +82,9 @@ class Namespaces:
         return f"pd{role[0]}{os.getpid()}"
 
     def _remove(self) -> None:
-        for name in self.names.values():
+        for role, name in self.names.items():
+            # a namespace goes in its own time, and a link that is left with it disturbs the next test's UCX
+            subprocess.run(["ip", "link", "del", self._host_link(role)], capture_output=True, check=False)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def cut_data(self) -> None:

@@ -50,6 +50,7 @@ class Island:
         return self
 
     def __exit__(self, *_: object) -> None:
+        subprocess.run(["ip", "link", "del", self.links[0]], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=False)
 
     def cut(self) -> None:
