@@ -24,9 +24,10 @@ from pd_cluster import messages as m
 from pd_cluster.clock import Clock
 from pd_cluster.engine.loop import EngineLoop
 from pd_cluster.engine.outcome import StepOutcome
-from pd_cluster.engine.owners import Outgoing, Owners
+from pd_cluster.engine.owners import Outgoing
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
+from pd_cluster.engine.worker import Worker
 from pd_cluster.errors import DuplicateRequest, InvalidRequest, PdClusterError, Unavailable, from_info
 from pd_cluster.ids import BlockId, Rank, RequestId, RouterId, TransferId, WorkerId
 from pd_cluster.parallel.placement_status import PlacementStatus
@@ -39,9 +40,7 @@ MAX_QUARANTINE_TOLD = 256
 """In one message; the rest are told when these are free."""
 
 
-class DecodeWorker:
-    """Implements `ControlHandler` and `Role`. What needs this object first comes by `attach`."""
-
+class DecodeWorker(Worker):
     def __init__(
         self,
         *,
@@ -55,13 +54,15 @@ class DecodeWorker:
         expert_load: Callable[[], list[list[int]]],
         placement: Callable[[], PlacementStatus | None] = lambda: None,
     ) -> None:
-        self._scheduler = scheduler
-        self._expert_load = expert_load
-        self._placement = placement
-        self._sync = sync
-        self._clock = clock
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        super().__init__(
+            scheduler=scheduler,
+            sync=sync,
+            clock=clock,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            expert_load=expert_load,
+            placement=placement,
+        )
         self.reservations = Reservations(
             sync.num_followers + 1, block_size, lease_s, self._take_blocks, self._give_blocks_back, clock
         )
@@ -70,14 +71,10 @@ class DecodeWorker:
         self._source_of: dict[TransferId, WorkerId] = {}
         self._known_quarantined: set[TransferId] = set()  # at the last look
         self._next_look_s = 0.0
-        self._draining = False
-        self._leaving = False
         sync.on_tell = self._on_tell
 
     def attach(self, loop: EngineLoop, outgoing: Outgoing, fill_rank: FillRank) -> None:
-        self._loop = loop
-        self._outgoing = outgoing
-        self._owners = Owners(outgoing)
+        self._attach(loop, outgoing)
         self._fill_rank = fill_rank
 
     @property
@@ -89,7 +86,7 @@ class DecodeWorker:
 
     def leave(self) -> None:
         """Others are to do without this worker: it takes nothing new, and what it has goes on elsewhere."""
-        self._leaving = True
+        super().leave()
         for request_id, transfer_id in reversed(list(self._transfer_of.items())):  # an abort lets the next one in
             reservation = self.reservations.get(transfer_id)
             if reservation is None or reservation.state is not ReservationState.GRANTED:  # its prefill goes on
@@ -100,10 +97,6 @@ class DecodeWorker:
             self._abort(request_id)
         self._evict()
 
-    def stay(self) -> None:
-        """The group cannot do without it, or needs it again."""
-        self._leaving = False
-
     def _evict(self) -> None:
         evicted = self._scheduler.evict()
         for request_id in evicted:
@@ -113,9 +106,6 @@ class DecodeWorker:
             self._do(self.reservations.grant())
 
     # ---- from routers
-
-    def on_attach(self, router_id: RouterId) -> None:
-        self._outgoing.send(router_id, [m.CacheEvents(stored=self._scheduler.cached_units(), cleared=True)])
 
     def on_messages(self, router_id: RouterId, messages: list[m.ToWorkerMessage]) -> None:
         for message in messages:
@@ -133,8 +123,7 @@ class DecodeWorker:
                 case m.EngineDead():
                     self._do(self.reservations.engine_dead(message.dead))
                 case m.Drain():
-                    self._draining = True
-                    self._note_drained()
+                    self._drain()
                 case m.Prefill():
                     error = InvalidRequest("this worker prefills only what it also decodes")
                     self._owners.refuse(router_id, message.request.id, message.transfer_id, error)
@@ -142,32 +131,20 @@ class DecodeWorker:
                     pass
         self._loop.wake()
 
-    def on_detach(self, router_id: RouterId) -> None:
-        for request_id in self._owners.of(router_id):
-            self._abort(request_id)
-
     def load(self) -> m.WorkerLoad:
         reservations = self.reservations.load()
         return msgspec.structs.replace(
-            self._scheduler.load(),
+            super().load(),
             num_reserved_blocks=reservations.num_reserved_blocks,
             num_quarantined_blocks=reservations.num_quarantined_blocks,
             num_pending_reservations=reservations.num_pending,
             oldest_stranded_s=reservations.oldest_s,
-            step_s=self._loop.step_s,
-            num_steps=self._loop.num_steps,
-            draining=self._draining or self._leaving,
-            expert_load=self._expert_load(),
-            placement=self._placement(),
         )
 
     def _check(self, request: Request) -> None:
-        """Raise for a request this worker will not take."""
-        if self._draining or self._leaving:
-            raise Unavailable("this worker drains: ask another")
+        super()._check(request)
         if request.id in self._owners:
             raise DuplicateRequest(f"request {request.id} is here already")
-        request.validate(self._vocab_size, self._max_model_len)
 
     def _generate(self, router_id: RouterId, request: Request) -> None:
         try:
@@ -205,10 +182,6 @@ class DecodeWorker:
         self._owners.remove(request_id)
         self._transfer_of.pop(request_id, None)
         self._note_drained()
-
-    def _note_drained(self) -> None:
-        if self._draining and self.idle:
-            self._outgoing.broadcast([m.Drained()])
 
     # ---- reservations
 
@@ -328,15 +301,7 @@ class DecodeWorker:
 
     def planned(self) -> None:
         for started in self._scheduler.take_started():
-            self._owners.tell(
-                started.request_id,
-                m.Started(
-                    request_id=started.request_id,
-                    transfer_id=TransferId(""),
-                    num_cached_tokens=started.num_cached_tokens,
-                    queued_s=started.queued_s,
-                ),
-            )
+            self._tell_started(started, TransferId(""))
 
     def stepped(self, outcome: StepOutcome) -> None:
         self._owners.tell_tokens(outcome.tokens)
@@ -351,7 +316,5 @@ class DecodeWorker:
                 failed.request_id, m.Failed(request_id=failed.request_id, transfer_id=None, error=failed.error)
             )
             self._forget(failed.request_id)
-        stored, removed = self._scheduler.take_cache_events()
-        if stored or removed:
-            self._outgoing.broadcast([m.CacheEvents(stored=stored, removed=removed)])
+        self._tell_cache_events()
         self._do(self.reservations.grant())

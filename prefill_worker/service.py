@@ -13,10 +13,11 @@ from pd_cluster import messages as m
 from pd_cluster.clock import Clock
 from pd_cluster.engine.loop import EngineLoop
 from pd_cluster.engine.outcome import PrefilledRequest, StepOutcome
-from pd_cluster.engine.owners import Outgoing, Owners
+from pd_cluster.engine.owners import Outgoing
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.step_sync import StepSync
-from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
+from pd_cluster.engine.worker import Worker
+from pd_cluster.errors import InvalidRequest, PdClusterError
 from pd_cluster.ids import BlockId, Rank, RequestId, RouterId, TransferId
 from pd_cluster.parallel.placement_status import PlacementStatus
 from pd_cluster.request import Request
@@ -48,9 +49,7 @@ class _Job(Struct, kw_only=True, eq=False):
     kept: list[BlockId] = msgspec.field(default_factory=list)  # of an aborted request, while somebody reads them
 
 
-class PrefillWorker:
-    """Implements `ControlHandler` and `Role`. What needs this object first comes by `attach`."""
-
+class PrefillWorker(Worker):
     def __init__(
         self,
         *,
@@ -62,23 +61,21 @@ class PrefillWorker:
         expert_load: Callable[[], list[list[int]]],
         placement: Callable[[], PlacementStatus | None] = lambda: None,
     ) -> None:
-        self._scheduler = scheduler
-        self._expert_load = expert_load
-        self._placement = placement
-        self._sync = sync
-        self._clock = clock
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        super().__init__(
+            scheduler=scheduler,
+            sync=sync,
+            clock=clock,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            expert_load=expert_load,
+            placement=placement,
+        )
         self._jobs: dict[TransferId, _Job] = {}
         self._transfer_of: dict[RequestId, TransferId] = {}  # of requests the scheduler knows
-        self._draining = False
-        self._leaving = False
         sync.on_tell = self._on_tell
 
     def attach(self, loop: EngineLoop, outgoing: Outgoing, push_rank: PushRank) -> None:
-        self._loop = loop
-        self._outgoing = outgoing
-        self._owners = Owners(outgoing)
+        self._attach(loop, outgoing)
         self._push_rank = push_rank
 
     @property
@@ -86,20 +83,7 @@ class PrefillWorker:
         """Nothing is queued, running, held or on its way."""
         return not self._jobs and not self._owners
 
-    # ---- from the group that this worker is a member of
-
-    def leave(self) -> None:
-        """Others are to do without this worker: it takes nothing new, and finishes what it has."""
-        self._leaving = True
-
-    def stay(self) -> None:
-        """The group cannot do without it, or needs it again."""
-        self._leaving = False
-
     # ---- from routers
-
-    def on_attach(self, router_id: RouterId) -> None:
-        self._outgoing.send(router_id, [m.CacheEvents(stored=self._scheduler.cached_units(), cleared=True)])
 
     def on_messages(self, router_id: RouterId, messages: list[m.ToWorkerMessage]) -> None:
         for message in messages:
@@ -115,9 +99,7 @@ class PrefillWorker:
                 case m.EngineDead():
                     self._tell_ranks(TargetDied(message.dead))
                 case m.Drain():
-                    self._draining = True
-                    if self.idle:
-                        self._outgoing.broadcast([m.Drained()])
+                    self._drain()
                 case m.Generate():
                     self._owners.refuse(
                         router_id, message.request.id, None, InvalidRequest("this worker only prefills")
@@ -129,29 +111,16 @@ class PrefillWorker:
                     pass  # leases and proofs concern targets
         self._loop.wake()
 
-    def on_detach(self, router_id: RouterId) -> None:
-        for request_id in self._owners.of(router_id):
-            self._abort(request_id)
-
     def load(self) -> m.WorkerLoad:
         pushes = self._push_rank.pushes.load()
         return msgspec.structs.replace(
-            self._scheduler.load(),
-            num_pending_sends=pushes.num_pending,
-            oldest_stranded_s=pushes.oldest_s,
-            step_s=self._loop.step_s,
-            num_steps=self._loop.num_steps,
-            draining=self._draining or self._leaving,
-            expert_load=self._expert_load(),
-            placement=self._placement(),
+            super().load(), num_pending_sends=pushes.num_pending, oldest_stranded_s=pushes.oldest_s
         )
 
     def _prefill(self, router_id: RouterId, message: m.Prefill) -> None:
         request, transfer_id = message.request, message.transfer_id
         try:
-            if self._draining or self._leaving:
-                raise Unavailable("this worker drains: ask another")
-            request.validate(self._vocab_size, self._max_model_len)
+            self._check(request)
             self._scheduler.add(request, prefill_only=True, now_s=self._clock.now_s())
         except PdClusterError as error:
             self._owners.refuse(router_id, request.id, transfer_id, error)
@@ -187,15 +156,7 @@ class PrefillWorker:
         for started in self._scheduler.take_started():
             transfer_id = self._transfer_of[started.request_id]
             self._jobs[transfer_id].started_s = self._clock.now_s()
-            self._owners.tell(
-                started.request_id,
-                m.Started(
-                    request_id=started.request_id,
-                    transfer_id=transfer_id,
-                    num_cached_tokens=started.num_cached_tokens,
-                    queued_s=started.queued_s,
-                ),
-            )
+            self._tell_started(started, transfer_id)
 
     def stepped(self, outcome: StepOutcome) -> None:
         done = {prefilled.request_id for prefilled in outcome.prefilled}
@@ -215,9 +176,7 @@ class PrefillWorker:
                     m.Failed(request_id=failed.request_id, transfer_id=transfer_id, error=failed.error),
                 )
                 self._stop(self._jobs[transfer_id])
-        stored, removed = self._scheduler.take_cache_events()
-        if stored or removed:
-            self._outgoing.broadcast([m.CacheEvents(stored=stored, removed=removed)])
+        self._tell_cache_events()
 
     def _prefilled(self, prefilled: PrefilledRequest) -> None:
         job = self._jobs[self._transfer_of[prefilled.request_id]]
@@ -286,5 +245,4 @@ class PrefillWorker:
         self._transfer_of.pop(job.request.id, None)
         self._owners.remove(job.request.id)
         self._loop.wake()
-        if self._draining and self.idle:
-            self._outgoing.broadcast([m.Drained()])
+        self._note_drained()
