@@ -7,7 +7,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from typing import Any, Self
 import pytest
 from msgspec import Struct
 
+from decode_worker.service import DecodeWorker
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.engine.plan import TokenLogprobs
 from pd_cluster.ids import EngineEpoch, EngineId, RequestId, TransferId, WorkerId, new_epoch
@@ -458,6 +459,61 @@ class LocalCluster:
 
     async def all_greedy(self, prompts: Iterable[Sequence[int]], **sampling: Any) -> list[Output]:
         return list(await asyncio.gather(*(self.greedy(prompt, **sampling) for prompt in prompts)))
+
+    async def served(self, outputs: Iterable[Awaitable[Output]], quiet_s: float = 60.0) -> list[Output]:
+        """All outputs, however long they take, as long as some token comes every `quiet_s`; fails when none does, and
+        says where the requests stand.
+        """
+        tasks = [asyncio.ensure_future(output) for output in outputs]
+        before, since_s = -1, time.monotonic()
+        while not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=1.0)
+            num_tokens = sum(flight.num_output_tokens for flight in self.router.pipeline.flights)
+            progress = num_tokens + 1_000_000 * sum(task.done() for task in tasks)
+            if progress != before:
+                before, since_s = progress, time.monotonic()
+            if any(task.done() and task.exception() for task in tasks) or time.monotonic() - since_s > quiet_s:
+                where = self.where()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                errors = [task.exception() for task in tasks if not task.cancelled() and task.exception()]
+                raise AssertionError(f"{errors or f'no token for {quiet_s:g} s'}\n{where}")
+        return [task.result() for task in tasks]
+
+    def where(self) -> str:
+        """Where the requests in flight stand, by the router, and what each worker says."""
+        now_s = self.router.pipeline.now_s()
+        lines = []
+        for flight in self.router.pipeline.flights:
+            attempt = flight.attempt
+            due_s = f"due in {flight.wake_s - now_s:.1f} s"
+            if attempt is None:
+                lines.append(f"{flight.id}: {flight.phase}, {flight.num_output_tokens} tokens, {due_s}")
+                continue
+            flags = [name for name in ("started", "prefilled", "adopted") if getattr(attempt, name)]
+            flags += ["granted"] if attempt.granted_s is not None else []
+            place = f"{attempt.prefill.worker_id} to {attempt.decode and attempt.decode.worker_id}"
+            lines.append(
+                f"{flight.id}: {flight.phase}, {flight.num_output_tokens} tokens, {attempt.wire_id} from {place}, "
+                f"{' '.join(flags)}, {flight.timings.num_retries} retries, {due_s}"
+            )
+        for lead in self.leads():
+            assert lead.part is not None
+            assert lead.part.worker is not None
+            assert lead.part.scheduler is not None
+            scheduler, running = lead.part.scheduler, self._running[lead]
+            lines.append(f"{lead.spec.worker_id}: {lead.part.worker.load()}")
+            lines.append(
+                f"  waiting {list(scheduler._waiting)}, running {list(scheduler._running)}, "
+                f"{len(scheduler._steps)} steps under way, {len(scheduler._ending)} ending"
+            )
+            if isinstance(lead.part.worker, DecodeWorker):
+                for reservation in lead.part.worker.reservations._all.values():
+                    lines.append(f"  {reservation.request.id} {reservation.state}, filled {reservation.filled_ranks}")
+            if running.done():
+                lines.append(f"  it has ended: {'cancelled' if running.cancelled() else repr(running.exception())}")
+        return "\n".join(lines)
 
     # ---- what must hold at the end
 

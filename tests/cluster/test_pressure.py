@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from harness import CHECKPOINTS, LocalCluster, Output, assert_same, config_of, request
 
+from pd_cluster.engine.outcome import StepOutcome
+from pd_cluster.engine.plan import StepResult
 from pd_cluster.engine.scheduler import Scheduler
 from pd_cluster.engine.sequence import Sequence
 from pd_cluster.errors import ContextTooLong
 from pd_cluster.request import FinishReason
 
 NUM_REQUESTS = 50
-TIMEOUT_S = 60.0
 
 Work = list[tuple[list[int], int]]
 """Prompts, and how many tokens each request generates."""
@@ -33,8 +34,7 @@ def work_of(seed: int) -> Work:
 
 async def answers(cluster: LocalCluster, work: Work) -> list[Output]:
     """All at once."""
-    asked = (cluster.greedy(prompt, max_tokens=num, logprobs=2) for prompt, num in work)
-    return list(await asyncio.wait_for(asyncio.gather(*asked), TIMEOUT_S))
+    return await cluster.served(cluster.greedy(prompt, max_tokens=num, logprobs=2) for prompt, num in work)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,9 @@ async def test_what_can_never_fit_is_refused_by_name_and_disturbs_nobody(alone: 
             with pytest.raises(ContextTooLong, match=rf"{length} tokens.*at most 95"):
                 await cluster.greedy([7] * length)
 
-        outputs, *_ = await asyncio.gather(
-            answers(cluster, [work[index] for index in short]), *(refused(length) for length in (96, 97, 127, 128, 500))
+        outputs, _ = await asyncio.gather(
+            answers(cluster, [work[index] for index in short]),
+            asyncio.gather(*(refused(length) for length in (96, 97, 127, 128, 500))),
         )
         grows = await cluster.greedy([7] * 95, max_tokens=30)
         assert (grows.finish, len(grows.token_ids)) == (FinishReason.LENGTH, 1)
@@ -127,24 +128,25 @@ async def test_what_can_never_fit_is_refused_by_name_and_disturbs_nobody(alone: 
         assert_same(output, want[index])
 
 
-async def test_full_decode_workers_hold_prefill_back_and_everything_is_served_in_the_end() -> None:
+async def test_full_decode_workers_hold_prefill_back_and_everything_is_served_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One sequence at a time on decode, in a pool that holds two: prefill must not run away with the whole queue."""
     keys = {"decode__num_blocks": 8, "decode__max_num_seqs": 1}
     keys |= {"prefill__num_blocks": 32, "prefill__max_num_batched_tokens": 48}
     most_held = 0
+    original = Scheduler.complete
+
+    def complete(self: Scheduler, result: StepResult) -> StepOutcome:
+        nonlocal most_held
+        outcome = original(self, result)
+        most_held = max(most_held, self.load().num_held_blocks)  # decode holds none
+        return outcome
+
+    monkeypatch.setattr(Scheduler, "complete", complete)
     async with LocalCluster(config_of(CHECKPOINTS / "deepseek_v3_yarn", **keys)) as cluster:
-
-        async def watch() -> None:
-            nonlocal most_held
-            while True:
-                load = cluster.load("prefill")
-                most_held = max(most_held, load.num_held_blocks)
-                await asyncio.sleep(0)
-
-        watching = asyncio.create_task(watch())
         prompts = [[index + 3, *range(3, 50)] for index in range(24)]  # three blocks each, nothing shared
-        outputs = await asyncio.wait_for(cluster.all_greedy(prompts, max_tokens=12), TIMEOUT_S)
-        watching.cancel()
+        outputs = await cluster.served(cluster.greedy(prompt, max_tokens=12) for prompt in prompts)
     print(f"at most {most_held} of 32 blocks held on prefill")
     assert all(len(output.token_ids) == 12 for output in outputs)
     assert 16 - 3 < most_held <= 16 + 3, "the budget is half the pool, and one request may overshoot it"
