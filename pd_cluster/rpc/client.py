@@ -232,12 +232,15 @@ class ControlClient:
                     raise _LostError("the stream is over") from None
 
     async def _watch(self) -> None:
+        """Time in which this process stood still is no silence of the worker's: its words may wait to be read."""
         clock = asyncio.get_running_loop().time
         while True:
             remaining_s = self._last_heard_s + self._lost_after_s - clock()
             if remaining_s <= 0:
                 raise _LostError(f"no heartbeat for {self._lost_after_s:g} s")
-            await asyncio.sleep(remaining_s)
+            look_s = clock() + min(remaining_s, self._lost_after_s / 4)
+            await asyncio.sleep(look_s - clock())
+            self._last_heard_s += clock() - look_s
 
 
 def _describe(error: grpc.RpcError) -> str:

@@ -5,6 +5,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -246,6 +247,15 @@ async def test_a_silent_worker_is_lost(cleanup):
     await until(lambda: bool(listener.lost))
     assert listener.lost[0] == "no heartbeat for 0.2 s"
     await until(lambda: client.attached)  # and it is dialled again
+
+
+async def test_a_worker_is_not_lost_while_the_router_itself_stands_still(cleanup):
+    _, port = await serve(cleanup, Worker(), heartbeat_s=0.05)
+    _, listener = await dial(cleanup, port, lost_after_s=0.4)
+    for _ in range(3):
+        time.sleep(0.6)  # noqa: ASYNC251 (nobody on this loop runs)
+        await asyncio.sleep(0.2)
+    assert listener.lost == []
 
 
 async def test_a_worker_that_starts_late_is_found(cleanup):
