@@ -83,6 +83,7 @@ class ProcessLauncher:
         return "127.0.0.1"
 
     def start(self, specs: list[RankSpec]) -> list[RankHandle]:
+        self._forget_ended()
         gpus = self._gpus()
         held = [GpuHolder(h.spec.engine_id, "auto", h.gpu) for h in self._handles if h.gpu and h.poll() is None]
         dealt = deal_gpus([GpuHolder(spec.engine_id, spec.section.device) for spec in specs], held, gpus)
@@ -119,12 +120,22 @@ class ProcessLauncher:
             pass  # it died already: its exit code and log say why
         return ProcessHandle(spec, process, log, gpu)
 
+    def _forget_ended(self) -> None:
+        """Keep no file open for ranks that were replaced."""
+        ended = [handle for handle in self._handles if handle.poll() is not None]
+        self._handles = [handle for handle in self._handles if handle not in ended]
+        for handle in ended:
+            self._release(handle)
+
+    def _release(self, handle: ProcessHandle) -> None:
+        self._keep_logs |= handle.wait(10.0) not in (0, -signal.SIGTERM, -signal.SIGKILL)
+        handle.release()
+
     def close(self) -> None:
         for handle in self._handles:
             handle.kill()
         for handle in self._handles:
-            self._keep_logs |= handle.wait(10.0) not in (0, -signal.SIGTERM, -signal.SIGKILL)
-            handle.release()
+            self._release(handle)
         self._handles.clear()
         if not self._keep_logs:
             shutil.rmtree(self.logs, ignore_errors=True)

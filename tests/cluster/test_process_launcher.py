@@ -94,6 +94,19 @@ def test_exit_code_and_last_words_of_a_failed_rank_are_kept(closing: list[Proces
     assert closing[0].logs.exists(), "logs of a failed rank are what its user needs"
 
 
+def test_ranks_that_were_replaced_keep_no_file_open(closing: list[ProcessLauncher]) -> None:
+    made = launcher("")
+    closing.append(made)
+
+    def run_one() -> int:
+        (rank,) = made.start([spec()])
+        assert rank.wait(30.0) == 0
+        return len(os.listdir("/proc/self/fd"))
+
+    first = run_one()
+    assert {run_one() for _ in range(3)} == {first}
+
+
 def test_close_kills_what_ignores_terminate(closing: list[ProcessLauncher]) -> None:
     body = "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
     closing.append(launcher(body))
