@@ -34,7 +34,7 @@ os._exit(0)
 
 def run(script: str, *before: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*before, sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [*before, sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
 
 
