@@ -204,7 +204,8 @@ def test_ten_megabytes_of_garbage_on_every_port_harm_nobody(served: Served, tmp_
         with ThreadPoolExecutor(8) as throwers:
             list(throwers.map(throw, ports, [garbage] * len(ports)))
         assert served.complete() == expected, name
-        assert served.pids == pids, f"{name}: {served.command.stderr[-2000:]}"
+        # engines may begin to plan placements meanwhile, in processes of their own
+        assert set(pids) <= set(served.pids), f"{name}: {served.command.stderr[-2000:]}"
     assert not bomb.exists()
     assert "Traceback" not in served.command.stderr
 
