@@ -182,6 +182,18 @@ class LivingCluster:
             assert time.monotonic() < deadline_s, f"{request_id} is {now}, wanted {phase}"
             await asyncio.sleep(0)
 
+    async def in_mid_decode(self, request_id: str, num_tokens: int = 4, timeout_s: float = 30.0) -> None:
+        """Wait until it has so many tokens; it must be going to have many more, for they may come in bursts."""
+        await self.in_phase(request_id, Phase.DECODING, timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            flight = self.pipeline._flights.get(RequestId(request_id))
+            assert flight is not None, f"{request_id} ended before anybody saw it decode"
+            if flight.num_output_tokens >= num_tokens:
+                return
+            assert time.monotonic() < deadline_s, f"{request_id} has {flight.num_output_tokens} tokens"
+            await asyncio.sleep(0)
+
     def decode_engine(self, request_id: str) -> str:
         """The engine that decodes the request, or will."""
         attempt = self.pipeline._flights[RequestId(request_id)].attempt
@@ -191,13 +203,13 @@ class LivingCluster:
 
     # ---- what must hold afterwards
 
-    async def until_healthy(self, timeout_s: float = 60.0) -> float:
+    async def until_healthy(self, timeout_s: float = 120.0) -> float:
         """Wait until every worker is there; the time when that was."""
         async with asyncio.timeout(timeout_s):
             await self.cluster.router.until_ready(self.num_workers)
         return time.monotonic()
 
-    async def settled(self, worker_id: str, condition: Callable[[WorkerLoad], bool], timeout_s: float = 20.0) -> None:
+    async def settled(self, worker_id: str, condition: Callable[[WorkerLoad], bool], timeout_s: float = 60.0) -> None:
         """Wait until a worker's load is so."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -206,7 +218,7 @@ class LivingCluster:
                     return
                 await asyncio.sleep(0.01)
 
-    async def until_accounted(self, timeout_s: float = 15.0) -> None:
+    async def until_accounted(self, timeout_s: float = 60.0) -> None:
         """Wait until fresh words of all workers say that nothing is held, reserved, quarantined or running."""
         await self.until_healthy()
         old = {worker.id: worker.load for worker in self.pipeline.directory.workers}

@@ -16,6 +16,10 @@ from pd_cluster.request import Phase
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
 
+NUM_TOKENS = 320
+"""More than come between two looks at the stream."""
+
+
 def prompt_of(number: int, length: int = 200) -> list[int]:
     return [3 + (number * 17 + i * i + 5 * i) % 500 for i in range(length)]
 
@@ -43,21 +47,20 @@ async def test_a_rank_that_speaks_to_no_router_killed_in_mid_prefill(cluster: Li
 
 async def test_the_other_rank_of_a_decode_group_killed_in_mid_decode(cluster: LivingCluster) -> None:
     """Its experts are gone, so the rank that has the request cannot go on either."""
-    expected = await cluster.greedy(prompt_of(1, 48), max_tokens=48)
+    expected = await cluster.greedy(prompt_of(1, 48), max_tokens=NUM_TOKENS)
     times_s: list[float] = []
-    killed_s = 0.0
 
-    async def on_token(num_tokens: int) -> None:
-        nonlocal killed_s
+    async def on_token(_num_tokens: int) -> None:
         times_s.append(time.monotonic())
-        if num_tokens >= 16 and not killed_s:
-            flight = cluster.pipeline.flights[0]
-            assert flight.attempt is not None
-            assert flight.attempt.decode is not None
-            own = int(flight.attempt.decode.worker_id.partition("/")[2])
-            killed_s = cluster.kill("decode-0", rank=1 - own)
 
-    output = await cluster.greedy(prompt_of(1, 48), on_token, max_tokens=48)
+    running = asyncio.create_task(cluster.greedy(prompt_of(1, 48), on_token, "d", max_tokens=NUM_TOKENS))
+    await cluster.in_mid_decode("d")
+    attempt = cluster.pipeline.flights[0].attempt
+    assert attempt is not None
+    assert attempt.decode is not None
+    own = int(attempt.decode.worker_id.partition("/")[2])
+    killed_s = cluster.kill("decode-0", rank=1 - own)
+    output = await running
     assert output.token_ids == expected.token_ids
     assert output.timings.num_retries == 1
     healed_s = await cluster.until_healthy()

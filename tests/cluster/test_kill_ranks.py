@@ -79,19 +79,18 @@ async def test_a_prefill_rank_killed_in_mid_transfer(cluster: LivingCluster) -> 
 
 async def test_a_decode_rank_killed_in_mid_decode(cluster: LivingCluster) -> None:
     """Its requests go on at the other engine, long before it is back."""
-    expected = await undisturbed(cluster, 4, 96)
-    killed_s, victim = 0.0, ""
+    prompts, num_tokens = [prompt_of(index, 96) for index in range(4)], 320
+    expected = await asyncio.gather(*(cluster.greedy(prompt, max_tokens=num_tokens) for prompt in prompts))
     times_s: list[float] = []
 
-    async def on_token(num_tokens: int) -> None:
-        nonlocal killed_s, victim
+    async def on_token(_num_tokens: int) -> None:
         times_s.append(time.monotonic())
-        if num_tokens >= 32 and not killed_s:
-            victim = cluster.decode_engine("d0")
-            killed_s = cluster.kill(victim)
 
-    first = asyncio.create_task(cluster.greedy(prompt_of(0), on_token, "d0", max_tokens=96))
-    others = [asyncio.create_task(cluster.greedy(prompt_of(i), max_tokens=96)) for i in range(1, 4)]
+    first = asyncio.create_task(cluster.greedy(prompts[0], on_token, "d0", max_tokens=num_tokens))
+    others = [asyncio.create_task(cluster.greedy(prompt, max_tokens=num_tokens)) for prompt in prompts[1:]]
+    await cluster.in_mid_decode("d0")
+    victim = cluster.decode_engine("d0")
+    killed_s = cluster.kill(victim)
     outputs = await asyncio.gather(first, *others)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     assert outputs[0].timings.num_retries == 1
