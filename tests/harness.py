@@ -102,7 +102,7 @@ def assert_same(output: Output, expected: Output) -> None:
             return
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
     """Look until `condition` holds; the seconds it took."""
     started_s = time.monotonic()
     while not condition():
@@ -336,7 +336,7 @@ class LocalCluster:
     async def __aenter__(self) -> Self:
         await self.router.start()
         await asyncio.gather(*(self._start_engine(shape) for shape in engine_shapes(self.config)))
-        await asyncio.wait_for(self.router.until_ready(len(self.leads())), 30)
+        await asyncio.wait_for(self.router.until_ready(len(self.leads())), 60)
         return self
 
     async def _start_engine(self, shape: EngineShape) -> None:
@@ -446,7 +446,7 @@ class LocalCluster:
         self._num_requests += 1
         return await self.generate(request(token_ids, f"r{self._num_requests}", **sampling))
 
-    async def in_phase(self, request_id: str, phase: Phase, timeout_s: float = 10.0) -> bool:
+    async def in_phase(self, request_id: str, phase: Phase, timeout_s: float = 30.0) -> bool:
         """Wait until a request is in `phase`; False when it ended before."""
         pipeline = self.router.pipeline
         deadline_s = time.monotonic() + timeout_s
@@ -544,7 +544,7 @@ class LocalCluster:
         """No request, reservation, transfer or quarantine is left on either side, and every block is free."""
         return self.router.pipeline.idle() and all(_is_free(lead) for lead in self.leads())
 
-    async def until_free(self, timeout_s: float = 10.0) -> float:
+    async def until_free(self, timeout_s: float = 30.0) -> float:
         """Wait until nothing is left; the seconds it took. Fails after `timeout_s`, saying who still holds what."""
         started_s = time.monotonic()
         while not self.is_free():

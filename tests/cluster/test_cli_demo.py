@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 def test_the_demo_tells_stories_on_a_ray_cluster_and_leaves_nothing() -> None:
     with running("demo", "--max-tokens", "24", "--prompt", "Once upon a time", "--prompt", "The cat") as command:
         code, out, err = command.finish()
-        until(lambda: command.family() == [], 10)
+        until(lambda: command.family() == [])
     assert code == 0, err
     assert "Traceback" not in err
     assert "1 | Once upon a time" in out

@@ -53,7 +53,7 @@ def test_ctrl_c_while_ranks_start_ends_everything() -> None:
         assert code == 130
         assert "Traceback" not in err
         assert out == ""
-        until(lambda: command.family() == [], 5)
+        until(lambda: command.family() == [])
 
 
 def test_a_configuration_that_a_rank_refuses_is_one_error_and_leaves_nothing() -> None:

@@ -231,15 +231,15 @@ class Listener:
         self.lost.append(reason)
 
 
-async def tell(lead: RankServer, messages: list[m.ToWorkerMessage]) -> Listener:
-    """Say something as a router of one's own, and listen for a while."""
+async def tell(lead: RankServer, messages: list[m.ToWorkerMessage], patience_s: float = 30.0) -> Listener:
+    """Say something as a router of one's own, and listen until it is refused."""
     listener = Listener()
     client = ControlClient(address_of(lead), RouterId("mad"), listener)
     client.start()
-    await asyncio.wait_for(listener.ready.wait(), 5)
+    await asyncio.wait_for(listener.ready.wait(), 30)
     client.send(messages)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(listener.refused.wait(), 1.0)
+        await asyncio.wait_for(listener.refused.wait(), patience_s)
     await client.stop()
     return listener
 
@@ -300,6 +300,6 @@ async def test_a_router_that_sends_nonsense_is_answered_and_harms_nobody_else() 
             begin = m.Prefill(request=asked([7] * 40, name), transfer_id=TransferId(name), deadline_s=5.0)
             listener = await tell(prefill, [begin, push])
             assert [failed.error.code for failed in listener.failed] == ["transfer_failed"], name
-        await tell(decode, [m.Abort(request_id=RequestId("unknown")), m.SourceStopped(transfer_id=transfer)])
-        await tell(prefill, [m.EngineDead(dead=EngineEpoch("unknown")), m.Abort(request_id=RequestId("unknown"))])
+        await tell(decode, [m.Abort(request_id=RequestId("unknown")), m.SourceStopped(transfer_id=transfer)], 0.5)
+        await tell(prefill, [m.EngineDead(dead=EngineEpoch("unknown")), m.Abort(request_id=RequestId("unknown"))], 0.5)
         assert (await cluster.greedy(PROMPT)).token_ids == expected
