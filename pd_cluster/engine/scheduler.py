@@ -205,7 +205,7 @@ class Scheduler:
         add: list[NewSequence] = []
         grow: dict[RequestId, list[BlockId]] = {}
         budget = self._max_num_batched_tokens
-        num_in_engine = sum(seq.in_engine for seq in self._running.values())
+        num_in_engine = sum([seq.in_engine for seq in self._running.values()])
         num_sequences = len(self._running)
 
         def schedule(seq: Sequence, num_tokens: int) -> None:
@@ -269,6 +269,7 @@ class Scheduler:
         step, works = self._steps.popleft()
         assert step <= result.step, f"step {step} is next to complete, not {result.step}"
         sampled = {s.request_id: s for s in result.sampled}
+        block_size = self._memory.block_size
         for seq, work in works:
             seq.num_in_flight -= 1
             seq.num_pending_samples -= work.sample
@@ -278,13 +279,15 @@ class Scheduler:
                     self._memory.free(seq.block_ids)
                 continue
             seq.num_computed += work.num_tokens
-            self._publish(seq)
+            if seq.num_computed >= (seq.num_published_blocks + 1) * block_size:
+                self._publish(seq)
             if seq.prefill_only:
                 outcome.progress.append(Progress(seq.request_id, seq.num_computed))
             if work.sample:
-                if seq.request_id not in sampled:
+                drawn = sampled.get(seq.request_id)
+                if drawn is None:
                     raise EngineError(f"step {step} drew no token for request {seq.request_id}")
-                self._apply(seq, sampled[seq.request_id], outcome)
+                self._apply(seq, drawn, outcome)
         return outcome
 
     # ---- what others want to know

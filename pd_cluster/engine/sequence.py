@@ -100,14 +100,14 @@ class Sequence:
         """Add the token drawn, and say whether it ends the request. The rule of `min_tokens` is the sampler's: so many
         tokens come before one that may stop.
         """
-        sampling = self.sampling
-        may_stop = self.num_output_tokens >= sampling.min_tokens
-        self.token_ids.append(token_id)
-        if may_stop and (
+        sampling, token_ids = self.sampling, self.token_ids
+        num_before = len(token_ids) - self.num_prompt_tokens
+        token_ids.append(token_id)
+        if num_before >= sampling.min_tokens and (
             token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids)
         ):
             return FinishReason.STOP
-        if self.num_output_tokens >= sampling.max_tokens or len(self.token_ids) >= max_len:
+        if num_before + 1 >= sampling.max_tokens or len(token_ids) >= max_len:
             return FinishReason.LENGTH
         return None
 
