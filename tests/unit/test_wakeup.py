@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from router.turn import Turn
 from router.wakeup import Wakeup
 
 
@@ -97,6 +99,73 @@ def test_a_cancelled_wait_leaves_room_for_another() -> None:
             await waiting
         loop.call_soon(wakeup.set)
         assert await wakeup.wait()
+        wakeup.close()
+
+    run(body)
+
+
+def test_what_is_dealt_with_at_once_wakes_nobody_and_several_times_in_a_turn_are_one() -> None:
+    async def body(loop: CountingLoop) -> None:
+        turn = Turn()
+        wakeups, dealt = [Wakeup(turn) for _ in range(3)], []
+
+        def deal(index: int) -> bool:
+            dealt.append(index)
+            return True
+
+        waits = [asyncio.create_task(wakeup.wait(30.0, partial(deal, index))) for index, wakeup in enumerate(wakeups)]
+        await asyncio.sleep(0)
+        for wakeup in (wakeups[2], wakeups[0], wakeups[2], wakeups[1], wakeups[0]):
+            wakeup.set()
+        assert dealt == []  # whoever sets is done first
+        await asyncio.sleep(0)
+        assert dealt == [2, 0, 1]
+        await asyncio.sleep(0.01)
+        assert not any(wait.done() for wait in waits)
+        for wakeup, wait in zip(wakeups, waits, strict=True):
+            wait.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await wait
+            wakeup.set()  # nobody waits: it stays known
+        await asyncio.sleep(0)
+        assert dealt == [2, 0, 1]
+        for wakeup in wakeups:
+            assert await wakeup.wait(0.0, partial(deal, 9))
+            wakeup.close()
+
+    run(body)
+
+
+def test_what_cannot_be_dealt_with_at_once_wakes_its_reader_and_so_does_an_error() -> None:
+    async def body(loop: CountingLoop) -> None:
+        def fail() -> bool:
+            raise ValueError("of this stream")
+
+        wakeup = Wakeup()
+        loop.call_soon(wakeup.set)
+        assert await wakeup.wait(30.0, lambda: False)
+        wakeup.clear()
+        loop.call_soon(wakeup.set)
+        with pytest.raises(ValueError, match="of this stream"):
+            await wakeup.wait(30.0, fail)
+        wakeup.close()
+
+    run(body)
+
+
+def test_patience_begins_anew_with_what_was_dealt_with() -> None:
+    async def body(loop: CountingLoop) -> None:
+        wakeup, at_s = Wakeup(), []
+
+        def deal() -> bool:
+            at_s.append(loop.time())
+            return True
+
+        for delay_s in (0.05, 0.15, 0.25):
+            loop.call_later(delay_s, wakeup.set)
+        assert not await wakeup.wait(0.2, deal)
+        assert len(at_s) == 3
+        assert loop.time() - at_s[-1] > 0.19
         wakeup.close()
 
     run(body)
