@@ -10,6 +10,7 @@ import msgspec
 
 from router.choices import ChoicePiece, Choices
 from router.exchange import Exchange
+from router.http_server import Socket
 
 HEADERS_AFTER_S = 10.0
 """Until then an error still has a status of its own; a client that waits longer wants to see a sign of life."""
@@ -49,9 +50,10 @@ async def stream_events(
 ) -> None:
     """Write `opening`, a `chunk` for each piece, `closing` and [DONE]. Raises the request's error."""
     last: list[ChoicePiece] = []
+    socket: Socket | None = None
 
     def write_now() -> bool:
-        if not exchange.writable:
+        if socket is None or not socket.writable:
             return False
         pieces = choices.take()
         if choices.done:
@@ -59,13 +61,13 @@ async def stream_events(
             return False
         out = b"".join([chunk(piece) for piece in pieces])
         if out:
-            exchange.write_now(out)
+            socket.write(out)
         return True
 
     async with choices:
         pieces = await choices.next(HEADERS_AFTER_S)
-        await exchange.begin_events()
-        at_once = write_now if exchange.has_socket else None
+        socket = await exchange.begin_events()
+        at_once = write_now if socket is not None else None
         out = opening()
         while True:
             out += b"".join([chunk(piece) for piece in pieces])

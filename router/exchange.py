@@ -34,7 +34,6 @@ class Exchange:
         self.status: int | None = None
         self._receive = receive
         self._send = send
-        self._socket: Socket | None = None  # for a streamed answer that has begun
 
     async def read_body(self) -> bytes:
         """The whole body. Raises BodyTooLargeError as soon as that is known."""
@@ -87,29 +86,16 @@ class Exchange:
         await self.begin(status, content_type, [length, *(headers or [])])
         await self.write(body, more=False)
 
-    async def begin_events(self) -> None:
-        """Server-sent events follow; nothing between here and the client may buffer them."""
+    async def begin_events(self) -> Socket | None:
+        """Server-sent events follow; nothing between here and the client may buffer them. Returns the socket, to write
+        them to while no `write` is under way; None when it is not our own server's.
+        """
         await self.begin(
             200,
             "text/event-stream; charset=utf-8",
             [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
         )
-        self._socket = socket_of(self._send)
-
-    @property
-    def has_socket(self) -> bool:
-        """Whether events have begun on a socket of our own server, so that it may become `writable`."""
-        return self._socket is not None
-
-    @property
-    def writable(self) -> bool:
-        """Whether `write_now` would wait for nothing: the client is there and keeps up."""
-        return self._socket is not None and self._socket.writable
-
-    def write_now(self, body: bytes) -> None:
-        """`write` of a part that is not the last, only while `writable`."""
-        assert self._socket is not None
-        self._socket.write(body)
+        return socket_of(self._send)
 
     async def fail(self, error: PdClusterError) -> None:
         """The error as an answer, or as the last event of a stream that has begun."""

@@ -87,7 +87,7 @@ class Generation:
     def _feed(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
         """The text that is certain, the tokens up to the one that met a stop string, and whether one did."""
         if not self._has_stops:
-            return self._text.push(token_ids, None).text, len(token_ids), False
+            return self._text.push_unmatched(token_ids), len(token_ids), False
         text = ""
         for num_taken, token_id in enumerate(token_ids, 1):
             piece = self._text.push([token_id], None)
