@@ -76,11 +76,12 @@ class Wakeup:
         try:
             is_done = at_once()
         except Exception as error:  # its owner is who waits
-            waiter.set_exception(error)
+            if not waiter.done():
+                waiter.set_exception(error)
             return
         if not is_done:
             self._is_set = True
-            waiter.set_result(None)
+            self._end_wait()
         elif self._timeout_s is not None:
             self._until_s = waiter.get_loop().time() + self._timeout_s
 
