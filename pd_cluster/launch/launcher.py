@@ -10,6 +10,9 @@ from pd_cluster.config import LaunchSection
 from pd_cluster.errors import ConfigError
 from pd_cluster.launch.spec import RankSpec
 
+NODE_LOST = -1000
+"""The exit code of a rank that was lost with its node, which no request can be blamed for."""
+
 
 class RankHandle(Protocol):
     """One rank process, from its start to its end."""
@@ -23,7 +26,9 @@ class RankHandle(Protocol):
         """Its process id on its host; None while unknown."""
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives. After that no instruction of it runs any more."""
+        """Its exit code, negative for a signal, or NODE_LOST; None while it lives. After that no instruction of it runs
+        any more.
+        """
 
     def terminate(self) -> None:
         """Ask it to end by itself."""

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable, from_info
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
+from pd_cluster.launch.launcher import NODE_LOST
 from pd_cluster.launch.spec import RankReport
 
 GRACE_S = 5.0
@@ -108,7 +109,9 @@ Action = Start | Terminate | Kill | EngineEvent
 
 def describe_exit(name: str, code: int, log_tail: str) -> str:
     """One line on how a rank ended, with its last word; then the lines before that."""
-    if code < 0:
+    if code == NODE_LOST:
+        how = "was lost with its node"
+    elif code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             how += " (out of memory?)"

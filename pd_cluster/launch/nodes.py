@@ -10,6 +10,7 @@ what is wanted. Ranks of a node that is silent for a lease count as dead: withou
 """
 
 import contextlib
+import signal
 import threading
 import time
 from typing import Literal
@@ -21,13 +22,12 @@ from torch.distributed import DistError
 from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.ids import EngineEpoch, Rank
-from pd_cluster.launch.launcher import Launcher, RankHandle
+from pd_cluster.launch.launcher import NODE_LOST, Launcher, RankHandle
 from pd_cluster.launch.roles import EngineShape
 from pd_cluster.launch.spec import LEASE_S, RankSpec
 from pd_cluster.launch.store import connect, read, write
 from pd_cluster.rpc.addresses import join_address
 
-LOST_CODE = -9
 SILENT_S = LEASE_S + 5.0
 """A node that gave no sign for so long has no rank alive any more: they look at their lease every second."""
 
@@ -211,10 +211,10 @@ class RemoteNode:
         """How a rank ended; None while it may live."""
         self.look()
         if not self.present:
-            return Ended(LOST_CODE, f"node {self.node} is out of reach")
+            return Ended(NODE_LOST, f"node {self.node} is out of reach")
         assert self._seen is not None
         if self._seen.agent != self._runs_at.get(epoch):
-            return Ended(LOST_CODE, f"node {self.node} was started again")
+            return Ended(-signal.SIGKILL, f"node {self.node} was started again")
         return self._seen.ended.get(epoch, {}).get(rank)
 
 

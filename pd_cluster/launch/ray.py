@@ -1,13 +1,11 @@
 """The Ray launcher: every rank is an actor of a Ray cluster, placed by one placement group for each life.
 
-A prefill instance is packed, for its ranks talk to each other most, and so is a DP rank that lives on its own; a decode
-group that lives as a whole is spread over nodes. Ray places, starts and kills, and notices deaths; no token and no KV
-passes through it. That a rank is dead is said only when its process is seen dead on its own node: Ray may call an actor
-dead while its process still runs. Beside this module only `serve.py` imports Ray.
+Ray places (`ray_places`), starts and kills, and notices deaths; no token and no KV passes through it. That a rank is
+dead is said only when its process is seen dead on its own node: Ray may call an actor dead while its process still
+runs. Beside these two modules only `serve.py` imports Ray.
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -19,27 +17,20 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pd_cluster import env
-from pd_cluster.devices import gpu_share
 from pd_cluster.errors import ConfigError, PdClusterError, Unavailable
 from pd_cluster.ids import EngineEpoch, EngineId
-from pd_cluster.launch.launcher import RankHandle
+from pd_cluster.launch.launcher import NODE_LOST, RankHandle
 from pd_cluster.launch.pids import ProcessIdentity
+from pd_cluster.launch.ray_places import Places, gpu_share_of
 from pd_cluster.launch.spec import LEASE_S, RankSpec, decode_spec, encode_spec
 from pd_cluster.log import configure_logging
 
 RunRank = Callable[[RankSpec, threading.Event], None]
-Place = tuple[EngineId, int | None]
-"""Of an engine, or of one of its DP ranks where these live and die one by one."""
-
-PLACE_TIMEOUT_S = 10.0
-REPLACE_TIMEOUT_S = 1.0
-"""For a place in a cluster that serves: the supervisor watches the others meanwhile no more, and asks again later."""
 
 ACTOR_TIMEOUT_S = 60.0
 NODE_TIMEOUT_S = 10.0
@@ -123,6 +114,11 @@ class NodeClient:
             strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
             self._actor = ray.remote(Node).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it answers no more."""
+        return self._lost_s is not None
+
     def lives(self, process: ProcessIdentity) -> bool:
         """Whether it may live, as far as is known: a node that does not answer keeps nobody waiting."""
         if self._local is not None:
@@ -161,11 +157,22 @@ class NodeClient:
 
 
 class RayHandle:
-    def __init__(self, spec: RankSpec, actor: Any, home: Home, node: NodeClient, run_rank: RunRank | None) -> None:
+    """`on_gone` is called, by whoever polls, when the process is seen dead."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        actor: Any,
+        home: Home,
+        node: NodeClient,
+        run_rank: RunRank | None,
+        on_gone: Callable[[EngineEpoch], None],
+    ) -> None:
         self.spec = spec
         self._home = home
         self._actor = actor
         self._node = node
+        self._on_gone = on_gone
         self._code: int | None = None  # known when `run` ended; told when the process is gone
         self._ended_s = 0.0
         self._gone = False
@@ -179,7 +186,14 @@ class RayHandle:
     def node_id(self) -> str:
         return self._home.node_id
 
+    @property
+    def is_gone(self) -> bool:
+        """As the latest poll found."""
+        return self._gone
+
     def poll(self) -> int | None:
+        if self._gone:
+            return self._code
         if self._code is None:
             done, _ = ray.wait([self._running], timeout=0)
             if not done:
@@ -187,8 +201,10 @@ class RayHandle:
             self._ended_s = time.monotonic()  # first: whoever sees the code, on another thread, looks at it
             self._code = self._result()
             ray.kill(self._actor)
-        self._gone = self._gone or not self._node.lives(self._home.process)
-        if self._gone:
+        if not self._node.lives(self._home.process):
+            self._gone = True
+            self._code = NODE_LOST if self._node.is_lost else self._code
+            self._on_gone(self.spec.worker_epoch)
             return self._code
         if time.monotonic() - self._ended_s > KILL_S:
             self._node.kill(self._home.process)
@@ -232,18 +248,15 @@ class RayLauncher:
                 "`auto`, or HOST:PORT of its head"
             )
         self._run_rank = run_rank
-        self._spare_cpus = spare_cpus
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _init(address)
         # on a cluster of this node alone nothing needs to leave the machine
         self._alone = [node["NodeID"] for node in ray.nodes() if node["Alive"]] == [_own_node_id()]
         self.host = "127.0.0.1" if self._alone else get_node_ip_address()
-        self._groups: dict[EngineEpoch, PlacementGroup] = {}  # by life
-        self._waiting: dict[Place, PlacementGroup] = {}  # asked for in vain; a cluster may grow to hold them
+        self._places = Places(spare_cpus)
         self._handles: list[RayHandle] = []
         self._nodes: dict[str, NodeClient] = {}
-        self._has_served = False
 
     @property
     def loopback_node(self) -> str | None:
@@ -255,16 +268,10 @@ class RayLauncher:
         lives: dict[EngineEpoch, list[RankSpec]] = {}
         for spec in specs:
             lives.setdefault(spec.worker_epoch, []).append(spec)
-        groups: dict[EngineEpoch, PlacementGroup] = {}
         actors: list[Any] = []
         try:
-            share = self._cpu_share(specs)
-            gpu_shares = {spec.name: _gpu_share(spec, specs) for spec in specs}
-            for life, ranks in lives.items():
-                waiting = self._waiting.pop(_place(ranks[0]), None)
-                bundles = [bundle(spec, share, gpu_shares[spec.name]) for spec in ranks]
-                groups[life] = waiting or placement_group(bundles, strategy=_strategy(ranks[0]))
-            self._wait_placed(groups, lives)
+            gpu_shares = {spec.name: gpu_share_of(spec, specs) for spec in specs}
+            groups = self._places.take(lives, self._leads())
             for spec in specs:
                 group, index = groups[spec.worker_epoch], lives[spec.worker_epoch].index(spec)
                 strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -281,9 +288,7 @@ class RayLauncher:
         except (RayError, PdClusterError) as error:
             for actor in actors:
                 ray.kill(actor)
-            for group in groups.values():
-                if group not in self._waiting.values():
-                    remove_placement_group(group)
+            self._places.give_back(lives)
             if isinstance(error, PdClusterError):
                 raise
             raise Unavailable(f"Ray could not start ranks: {error}") from error
@@ -298,40 +303,21 @@ class RayLauncher:
             placed = msgspec.structs.replace(
                 spec, bind_host=host, ranks_on_host=per_node[home.node_id], ranks_on_gpu=round(1 / gpu) if gpu else 1
             )
-            started.append(RayHandle(placed, actor, home, node, self._run_rank))
+            started.append(RayHandle(placed, actor, home, node, self._run_rank, self._seen_gone))
         self._handles += started
-        self._groups |= groups
         return list(started)
 
-    def _cpu_share(self, specs: list[RankSpec]) -> float:
-        """CPUs asked of Ray for each thread of a rank: 1 where that fits, else an even share of what is there."""
-        wanted = sum(spec.threads for spec in specs)
-        free = max(ray.available_resources().get("CPU", 0.0) - self._spare_cpus, 0.0)
-        return 1.0 if wanted <= free else max(math.floor(free / wanted * 1000) / 1000, 0.001)
-
-    def _wait_placed(self, groups: dict[EngineEpoch, PlacementGroup], lives: dict[EngineEpoch, list[RankSpec]]) -> None:
-        """Raises Unavailable; where ranks serve already, the groups stay in line for the next try."""
-        timeout_s = REPLACE_TIMEOUT_S if self._has_served else PLACE_TIMEOUT_S
-        try:
-            ray.get([group.ready() for group in groups.values()], timeout=timeout_s)
-        except GetTimeoutError as error:
-            if self._has_served:
-                self._waiting |= {_place(lives[life][0]): group for life, group in groups.items()}
-            free = ray.available_resources()
-            gpus = any("GPU" in each for group in groups.values() for each in group.bundle_specs)
-            what = f"{free.get('CPU', 0.0):g} CPUs" + (f" and {free.get('GPU', 0.0):g} GPUs" if gpus else "")
-            num_ranks = sum(map(len, lives.values()))
-            raise Unavailable(
-                f"the Ray cluster found no place for {num_ranks} ranks in {timeout_s:g} s ({what} are free): "
-                "add nodes, end other jobs or shrink the pools"
-            ) from error
-        self._has_served = True
+    def _leads(self) -> list[tuple[EngineId, str]]:
+        """Where DP ranks run, by engine."""
+        return [(handle.spec.engine_id, handle.node_id) for handle in self._handles if handle.spec.is_lead]
 
     def _forget_dead(self) -> None:
         self._handles = [handle for handle in self._handles if handle.poll() is None]
-        living = {handle.spec.worker_epoch for handle in self._handles}
-        for life in set(self._groups) - living:
-            remove_placement_group(self._groups.pop(life))
+
+    def _seen_gone(self, life: EngineEpoch) -> None:
+        """A rank of that life is: with the last one its place is others' to take."""
+        if all(handle.is_gone for handle in self._handles if handle.spec.worker_epoch == life):
+            self._places.give_back([life])
 
     def close(self) -> None:
         for handle in self._handles:
@@ -340,9 +326,7 @@ class RayLauncher:
         for handle in self._handles:
             handle.wait(NODE_TIMEOUT_S)
         self._forget_dead()
-        for group in self._waiting.values():
-            remove_placement_group(group)
-        self._waiting.clear()
+        self._places.close()
         self._nodes.clear()
         if self._owns_ray:
             ray.shutdown()
@@ -365,22 +349,3 @@ def _init(address: str) -> None:
         place = "a local Ray cluster did not start" if address == "local" else f"no Ray cluster answers at {address}"
         reason = str(error).strip().splitlines()[0]
         raise Unavailable(f"{place}: {reason}; `--launcher process` needs no Ray") from error
-
-
-def _place(spec: RankSpec) -> Place:
-    return spec.engine_id, spec.dp_rank if spec.is_elastic else None
-
-
-def _strategy(spec: RankSpec) -> str:
-    return "PACK" if spec.role == "prefill" or spec.is_elastic else "SPREAD"
-
-
-def bundle(spec: RankSpec, cpu_share: float, gpu_share: float) -> dict[str, float]:
-    """What a placement group sets aside for a rank: CPUs for its threads, and its part of a GPU."""
-    return {"CPU": spec.threads * cpu_share} | ({"GPU": gpu_share} if gpu_share else {})
-
-
-def _gpu_share(spec: RankSpec, specs: list[RankSpec]) -> float:
-    num_gpus = int(ray.cluster_resources().get("GPU", 0.0))
-    largest = max(each.num_ranks for each in specs)
-    return gpu_share(spec.section.device, spec.ranks_on_host, largest, num_gpus)

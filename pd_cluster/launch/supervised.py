@@ -9,13 +9,14 @@ import signal
 from typing import Literal
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from pd_cluster.config import ClusterConfig
 from pd_cluster.errors import PdClusterError
 from pd_cluster.ids import EngineEpoch, Rank, new_epoch
 from pd_cluster.launch.group_life import GroupAction, GroupLife, KillMembers, StartMembers, TerminateMembers
-from pd_cluster.launch.launcher import RankHandle
-from pd_cluster.launch.lifecycle import Action, EngineLife, Kill, Start, State, Terminate, describe_exit
+from pd_cluster.launch.launcher import NODE_LOST, RankHandle
+from pd_cluster.launch.lifecycle import Action, EngineDead, EngineLife, Kill, Start, State, Terminate, describe_exit
 from pd_cluster.launch.roles import EngineShape, rank_specs
 from pd_cluster.launch.spec import Beat, RankProgress, RankReport, RankSpec, Release
 from pd_cluster.launch.store import StoreServer
@@ -32,6 +33,7 @@ class Seen(Struct, frozen=True, kw_only=True):
     reports: list[RankReport]
     progress: dict[Rank, RankProgress]
     exits: dict[Rank, str | None]  # rank -> how it ended; None when the supervisor killed it
+    with_node: frozenset[Rank] = frozenset()  # of those, they were lost with their node
     beats: dict[Rank, Beat] = field(default_factory=dict)
     release: Release | None = None
     ended: str | None = None  # why its ranks cannot go on
@@ -65,6 +67,7 @@ class Engine:
         self.handles: dict[Rank, RankHandle] = {}  # of ranks not seen dead
         self.progress: dict[Rank, RankProgress] = {}
         self.retired = False
+        self._with_node: set[Rank] = set()  # in their last life
         self._config = config
         self._asked: dict[EngineEpoch, Literal["terminate", "kill"]] = {}  # how lives were told to end
 
@@ -80,6 +83,7 @@ class Engine:
         specs = rank_specs(self.shape, start.epoch, self._config, store_address, ranks_on_host, lives)
         for spec in specs:
             self.progress.pop(spec.rank, None)
+            self._with_node.discard(spec.rank)
         return specs
 
     def started(self, handles: list[RankHandle]) -> None:
@@ -98,21 +102,25 @@ class Engine:
     def look(self, store: StoreServer, now_s: float) -> Seen:
         """Blocking. Exits come first, so that whatever a dead rank reported is seen with its death."""
         exits: dict[Rank, str | None] = {}
+        with_node: set[Rank] = set()
         for rank, handle in list(self.handles.items()):
             if (code := handle.poll()) is not None:
                 ours = self._asked.get(handle.spec.worker_epoch) == "kill" and code == -signal.SIGKILL
                 exits[rank] = None if ours else describe_exit(handle.spec.name, code, handle.log_tail())
+                if code == NODE_LOST:
+                    with_node.add(rank)
         life = self.life
         awaited = life.awaited
         reports = [report for rank, epoch in awaited.items() if (report := store.report(epoch, rank)) is not None]
         progress = {rank: done for rank, epoch in awaited.items() if (done := store.progress(epoch, rank)) is not None}
         if not isinstance(life, GroupLife) or life.state is not State.READY or life.epoch is None:
-            return Seen(looked_s=now_s, reports=reports, progress=progress, exits=exits)
+            return Seen(looked_s=now_s, reports=reports, progress=progress, exits=exits, with_node=frozenset(with_node))
         return Seen(
             looked_s=now_s,
             reports=reports,
             progress=progress,
             exits=exits,
+            with_node=frozenset(with_node),
             beats=store.beats(life.beating),
             release=store.release(life.epoch, life.generation) if life.leaving else None,
             ended=store.end(life.epoch),
@@ -122,6 +130,7 @@ class Engine:
         """Let the life know, worst first: errors are the cause of what else was seen."""
         life, actions = self.life, list[AnyAction]()
         self.progress |= seen.progress
+        self._with_node |= seen.with_node
         if seen.ended is not None and isinstance(life, GroupLife):
             actions += life.ended(seen.ended, now_s)
         for report in sorted(seen.reports, key=lambda report: report.error is None):
@@ -135,7 +144,13 @@ class Engine:
             actions += life.beats(seen.beats, seen.looked_s)  # by now they may all have beaten again
             if seen.release is not None:
                 actions += life.released(seen.release.generation, seen.release.refused, now_s)
-        return actions
+        return [self._without_nodes(action) for action in actions]
+
+    def _without_nodes(self, action: AnyAction) -> AnyAction:
+        """A rank that was lost with its node has not died by itself."""
+        if not isinstance(action, EngineDead):
+            return action
+        return replace(action, first=action.first - self._with_node)
 
     # ---- ending
 

@@ -96,7 +96,7 @@ def test_placement_groups_of_dead_engines_are_given_back(launcher: RayLauncher) 
         handle.kill()
         assert handle.wait(20) is not None
     launcher.start([])
-    assert not any(epoch.startswith("i") for epoch in launcher._groups)
+    assert not any(epoch.startswith("i") for epoch in launcher._places.taken)
 
 
 def test_dp_ranks_that_live_on_their_own_are_placed_and_replaced_on_their_own(launcher: RayLauncher) -> None:
@@ -111,13 +111,13 @@ def test_dp_ranks_that_live_on_their_own_are_placed_and_replaced_on_their_own(la
         return [handle for handle in launcher.start(made) if isinstance(handle, RayHandle)]
 
     handles = start(d0="one", d1="two")
-    assert {"one", "two"} <= launcher._groups.keys()
+    assert {"one", "two"} <= launcher._places.taken
     for handle in handles[2:]:
         handle.kill()
     assert [handle.wait(20) for handle in handles[2:]] == [-9, -9]
     (third, fourth) = start(d1="three")
     assert (third.spec.rank, fourth.spec.rank, third.spec.worker_epoch) == (2, 3, "three")
-    assert "two" not in launcher._groups
+    assert "two" not in launcher._places.taken
     assert [handle.poll() for handle in (*handles[:2], third, fourth)] == [None] * 4
     for handle in (*handles[:2], third, fourth):
         handle.kill()

@@ -26,7 +26,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.ids import EngineEpoch
 from pd_cluster.kv.layout import KvLayout
 from pd_cluster.launch.rank import own_device
-from pd_cluster.launch.ray import bundle
+from pd_cluster.launch.ray_places import bundle
 from pd_cluster.launch.roles import engine_shapes, rank_specs
 
 LAYOUT = KvLayout(kind="mla", num_layers=2, head_ids=(0,), token_values=8, dtype="float32", block_size=16)

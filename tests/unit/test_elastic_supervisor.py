@@ -14,7 +14,7 @@ from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import EngineId, Rank
 from pd_cluster.launch.heartbeats import STILL_S
-from pd_cluster.launch.launcher import RankHandle
+from pd_cluster.launch.launcher import NODE_LOST, RankHandle
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp
 from pd_cluster.launch.roles import engine_shape
 from pd_cluster.launch.spec import Beat, RankReport, RankSpec, Release
@@ -193,6 +193,21 @@ async def test_a_dead_rank_is_off_the_roster_long_before_a_heartbeat_is_missed_a
         assert dead == EngineDead(DECODE, victim.spec.worker_epoch, frozenset({Rank(1)}))
         assert isinstance(up, EngineUp)
         assert up.epoch == replaced.life
+
+
+async def test_a_rank_that_is_lost_with_its_node_has_not_died_by_itself() -> None:
+    async with Running() as running:
+        victim = running.launcher.rank(1)
+        victim.die(NODE_LOST)
+        await running.until(lambda: running.generation == 2)
+        (lost,) = running.of(EngineLost)
+        assert isinstance(lost, EngineLost)
+        assert "decode-0.1 was lost with its node" in lost.reason
+        assert running.of(EngineDead) == [EngineDead(DECODE, victim.spec.worker_epoch, frozenset())]
+        again = running.launcher.rank(1)
+        again.die(1)
+        await running.until(lambda: running.generation == 4)
+        assert running.of(EngineDead)[1:] == [EngineDead(DECODE, again.spec.worker_epoch, frozenset({Rank(1)}))]
 
 
 async def test_a_rank_that_stands_still_is_killed_sooner_when_its_peers_wait_for_it() -> None:

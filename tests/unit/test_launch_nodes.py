@@ -10,7 +10,7 @@ import pytest
 from pd_cluster.config import ClusterConfig, load_config
 from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.ids import EngineEpoch, Rank
-from pd_cluster.launch.launcher import RankHandle
+from pd_cluster.launch.launcher import NODE_LOST, RankHandle
 from pd_cluster.launch.node_agent import NodeAgent
 from pd_cluster.launch.nodes import LOOK_S, SILENT_S, NodesLauncher, Place
 from pd_cluster.launch.roles import engine_shape, rank_specs
@@ -232,7 +232,7 @@ def test_ranks_of_a_silent_node_count_as_dead_only_when_their_lease_is_over(engi
     engine.clock.advance(SILENT_S - 5)
     assert engine.codes(handles) == [None] * 4
     engine.clock.advance(5)
-    assert engine.codes(handles) == [None, None, -9, -9]
+    assert engine.codes(handles) == [None, None, NODE_LOST, NODE_LOST]
     assert "out of reach" in handles[3].log_tail()
 
 
