@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from pd_cluster.errors import ConfigError, TransferFailed
 from pd_cluster.ids import Rank
-from pd_cluster.nixl_agent import open_agent
+from pd_cluster.nixl_agent import meet, open_agent, part
 from pd_cluster.parallel.wire import Buffers, Phase, Shape
 
 log = logging.getLogger(__name__)
@@ -94,16 +94,8 @@ class Posts:
             if self.peers.get(peer.rank) == peer and peer.rank not in self.broken:
                 return
             self._forget(peer.rank)
-            try:
-                loaded = self._agent.add_remote_agent(peer.agent_metadata)
-                if loaded.decode() != peer.agent_name:
-                    self._agent.remove_remote_agent(loaded)
-                    raise TransferFailed(f"the metadata of {peer.agent_name} is {loaded.decode()}'s")
-                self.peers[peer.rank] = peer
-                self._agent.make_connection(peer.agent_name)
-            except self._errors.all as error:
-                self._forget(peer.rank)
-                raise TransferFailed(f"cannot connect to {peer.agent_name}: {error}") from error
+            meet(self._agent, self._errors, peer.agent_name, peer.agent_metadata)
+            self.peers[peer.rank] = peer
             self._buffers.lives[peer.rank] = peer.life
 
     def reconnect(self, rank: int) -> None:
@@ -129,10 +121,7 @@ class Posts:
                 self._release(handle)
             self._pending.pop(key, None)
         if peer is not None:
-            try:
-                self._agent.remove_remote_agent(peer.agent_name)
-            except self._errors.all as error:
-                log.warning("dispatch_disconnect_failed rank=%s error=%s", rank, error)
+            part(self._agent, self._errors, peer.agent_name)
 
     def post(self, rank: int, parity: int, phase: Phase, num_bytes: int) -> None:
         """Write what the send region for `rank` holds. Whatever goes wrong marks the peer as broken."""
