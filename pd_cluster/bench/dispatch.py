@@ -20,7 +20,7 @@ from pd_cluster.bench.rank_processes import rank_processes
 from pd_cluster.ids import Rank
 from pd_cluster.parallel.codec import CodecName, codec_of
 from pd_cluster.parallel.collective import CollectiveDispatcher
-from pd_cluster.parallel.dispatch import Dispatcher
+from pd_cluster.parallel.dispatch import Dispatcher, combine
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.parallel.one_sided import NixlDispatcher
 
@@ -111,7 +111,7 @@ def _rank(rank: int, port: int, pipe: Connection, load: Load, exchanges: int, ro
             for _ in range(exchanges):
                 started_s = time.perf_counter()
                 combining = dispatchers[turn].dispatch(0, hidden_TH, slots_TK, weights_TK)
-                combining.combine([arrived.hidden_RH for arrived in combining.arrived()])
+                combine(combining, [arrived.hidden_RH for arrived in combining.arrived()])
                 took_s.append(time.perf_counter() - started_s)
             if round_number:  # the first is for connections and pages
                 seconds[turn].append(statistics.median(took_s))

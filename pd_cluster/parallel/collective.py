@@ -81,10 +81,6 @@ class CollectiveCombining:
             output_RH = group.all_to_all_rows(output_RH, self._received_copies, self._packed.copy_counts)
         return add_up(self._packed, output_RH)
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        self.reply(outputs)
-        return self.total()
-
 
 def _exchange_counts(group: Group, packed: Packed, device: torch.device) -> tuple[list[int], list[int]]:
     """How many copies and pairs every rank sends here."""

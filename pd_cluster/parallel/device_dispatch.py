@@ -115,10 +115,6 @@ class DeviceCombining:
         )
         return combined_TH
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        self.reply(outputs)
-        return self.total()
-
 
 class GroupComm:
     """The calls of a communicator that DeepEP makes when it starts, over a group of ours: small values, no pickle."""

@@ -52,14 +52,17 @@ class Combining(Protocol):
     def total(self) -> Tensor:
         """Wait for the sums and add them up: [T, H] in the dtype of the rows."""
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        """`reply`, then `total`."""
+
+def combine(combining: Combining, outputs: list[Tensor]) -> Tensor:
+    """`reply`, then `total`."""
+    combining.reply(outputs)
+    return combining.total()
 
 
 class Dispatcher(Protocol):
     ranks: list[Rank]  # the ranks whose experts live in this process
     replicated: (
-        bool  # rows that arrive are all tokens in order, the same on every rank, and `combine` adds the ranks' results
+        bool  # rows that arrive are all tokens in order, the same on every rank, and `total` adds the ranks' results
     )
 
     def dispatch(self, layer: int, hidden_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Combining:

@@ -90,10 +90,6 @@ class LocalCombining:
             first = last
         return torch.cat(sums)
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        self.reply(outputs)
-        return self.total()
-
 
 def exchange(counts: list[list[int]]) -> tuple[Tensor, list[list[int]]]:
     """An all-to-all as a permutation. `counts[s][d]`: rows that s sends to d, lying by (s, d).

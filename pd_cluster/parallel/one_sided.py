@@ -379,7 +379,3 @@ class OneSidedCombining:
         if num_missing:
             dispatcher.lose_rows()
         return out_TH.to(self._device)
-
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        self.reply(outputs)
-        return self.total()

@@ -59,10 +59,6 @@ class ReplicatedCombining:
     def total(self) -> Tensor:
         return self._dispatcher.add_ranks(self._outputs[0])
 
-    def combine(self, outputs: list[Tensor]) -> Tensor:
-        self.reply(outputs)
-        return self.total()
-
 
 def single_rank(num_slots: int) -> ReplicatedDispatcher:
     """The dispatcher of an engine of one rank."""

@@ -20,6 +20,7 @@ def _rank(rank: int, transports: str, pipe: Connection) -> None:
     import torch
 
     from pd_cluster.ids import Rank
+    from pd_cluster.parallel.dispatch import combine
     from pd_cluster.parallel.local import LocalDispatcher
     from pd_cluster.parallel.one_sided import NixlDispatcher
 
@@ -51,7 +52,7 @@ def _rank(rank: int, transports: str, pipe: Connection) -> None:
         results = []
         for by in (dispatcher, LocalDispatcher(NUM_RANKS, PER_RANK)):
             combining = by.dispatch(0, hidden, slots, weights)
-            results.append(combining.combine([arrived.hidden_RH * 2 for arrived in combining.arrived()]))
+            results.append(combine(combining, [arrived.hidden_RH * 2 for arrived in combining.arrived()]))
         return torch.equal(*results)
 
     def obey_masks() -> None:

@@ -8,6 +8,7 @@ from golden import TOLERANCE, Cluster, prompts, reference
 
 from pd_cluster.model.moe import ExpertSlots
 from pd_cluster.parallel.codec import FP8_ERROR, RAW, Fp8
+from pd_cluster.parallel.dispatch import combine
 from pd_cluster.parallel.local import LocalDispatcher
 
 Clusters = Callable[..., Cluster]
@@ -62,6 +63,6 @@ def test_a_layer_of_experts_is_near_when_its_tokens_travel_as_fp8(dtype: torch.d
         combining = LocalDispatcher(4, 3, codec).dispatch(0, hidden_TH, slots_TK, weights_TK)
         slots = [slice(3 * rank, 3 * rank + 3) for rank in range(4)]
         experts = [ExpertSlots(gate_up[run], down[run]) for run in slots]
-        results.append(combining.combine([experts[a.rank](a) for a in combining.arrived()]).double())
+        results.append(combine(combining, [experts[a.rank](a) for a in combining.arrived()]).double())
     error = float((results[1] - results[0]).norm() / results[0].norm())
     assert 1e-3 < error < FP8_ERROR[0]

@@ -11,7 +11,7 @@ from pd_cluster.ids import Rank
 from pd_cluster.model.moe import ExpertSlots
 from pd_cluster.parallel.codec import FP8_ERROR
 from pd_cluster.parallel.device_dispatch import DeviceDispatcher, GroupComm, Sizes, open_device_dispatcher
-from pd_cluster.parallel.dispatch import Dispatcher
+from pd_cluster.parallel.dispatch import Dispatcher, combine
 from pd_cluster.parallel.dispatchers import Traffic, make_dispatcher
 from pd_cluster.parallel.groups import Group, Groups
 from pd_cluster.parallel.placement import spread
@@ -55,7 +55,7 @@ class StandIn:
 
 def compute(dispatcher: Dispatcher, experts: ExpertSlots, *tokens: Tensor) -> Tensor:
     combining = dispatcher.dispatch(0, *tokens)
-    return combining.combine([experts(arrived) for arrived in combining.arrived()])
+    return combine(combining, [experts(arrived) for arrived in combining.arrived()])
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -13,7 +13,7 @@ from pd_cluster.errors import EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.model.moe import ExpertSlots
 from pd_cluster.parallel.collective import CollectiveDispatcher
-from pd_cluster.parallel.dispatch import Dispatcher
+from pd_cluster.parallel.dispatch import Dispatcher, combine
 from pd_cluster.parallel.groups import Groups, share
 from pd_cluster.parallel.local import LocalDispatcher
 from pd_cluster.parallel.one_sided import NixlDispatcher
@@ -42,7 +42,7 @@ def compute(
     dispatcher: Dispatcher, experts: dict[Rank, ExpertSlots], hidden: Tensor, slots: Tensor, w: Tensor
 ) -> Tensor:
     combining = dispatcher.dispatch(0, hidden, slots, w)
-    return combining.combine([experts[arrived.rank](arrived) for arrived in combining.arrived()])
+    return combine(combining, [experts[arrived.rank](arrived) for arrived in combining.arrived()])
 
 
 @contextlib.contextmanager

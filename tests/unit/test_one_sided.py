@@ -13,6 +13,7 @@ from torch import Tensor
 from pd_cluster.errors import ConfigError, EngineError
 from pd_cluster.ids import Rank
 from pd_cluster.parallel.codec import RAW, Codec, Fp8
+from pd_cluster.parallel.dispatch import combine
 from pd_cluster.parallel.local import LocalDispatcher
 from pd_cluster.parallel.one_sided import FORGOTTEN_S, SUSPECT_S, NixlDispatcher
 from pd_cluster.parallel.wire import ARRIVED, AWAITED, COMBINE, DISPATCH, HEADER, HEADER_BYTES, PlainWire, tag_of
@@ -104,7 +105,7 @@ class Step:
         rank = dispatcher.ranks[0]
         combining = dispatcher.dispatch(0, *self.own(rank))
         (arrived,) = combining.arrived()
-        return combining.combine([experts(rank, arrived.hidden_RH, arrived)])
+        return combine(combining, [experts(rank, arrived.hidden_RH, arrived)])
 
     def expected(self, codec: Codec = RAW) -> list[Tensor]:
         """What every rank should get: the same exchange as a permutation."""
@@ -113,7 +114,7 @@ class Step:
             local = LocalDispatcher(self.num_ranks, PER_RANK, codec)
             hidden, slots, weights = self.own(rank)
             combining = local.dispatch(0, hidden, slots, weights)
-            results.append(combining.combine([experts(a.rank, a.hidden_RH, a) for a in combining.arrived()]))
+            results.append(combine(combining, [experts(a.rank, a.hidden_RH, a) for a in combining.arrived()]))
         return results
 
 
@@ -165,7 +166,7 @@ def test_two_exchanges_may_be_under_way_together() -> None:
                 results = []
                 for combining in (one, two):
                     (arrived,) = combining.arrived()
-                    results.append(combining.combine([experts(rank, arrived.hidden_RH, arrived)]))
+                    results.append(combine(combining, [experts(rank, arrived.hidden_RH, arrived)]))
             return results
 
         for rank, results in enumerate(ranks.each(run)):

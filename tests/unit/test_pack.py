@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pd_cluster.ids import Rank
+from pd_cluster.parallel.dispatch import combine
 from pd_cluster.parallel.local import LocalDispatcher, exchange
 from pd_cluster.parallel.pack import add_up, pack, sum_rows, unpack
 
@@ -40,7 +41,7 @@ def through(dispatcher: LocalDispatcher, hidden: Tensor, slots: Tensor, weights:
         factor_P = (arrived.rank * dispatcher.slots_per_rank + slot_P + 1) * arrived.pair_weight_P
         values = arrived.hidden_RH[arrived.pair_row_P] * factor_P[:, None]
         outputs.append(sum_rows(values, arrived.pair_row_P, len(arrived.hidden_RH)))
-    return combining.combine(outputs)
+    return combine(combining, outputs)
 
 
 @settings(max_examples=60, deadline=None)
