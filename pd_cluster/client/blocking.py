@@ -188,7 +188,7 @@ class Client:
         """Let that many ranks of one engine compute; its id, and how many were meant to before. Returns when they do.
 
         `engine_id` may be left out when the role has one engine. Raises InvalidRequest that says what does not fit,
-        NotSupported, PermissionDenied, DeadlineExceeded.
+        Unavailable when the engine ends meanwhile, NotSupported, PermissionDenied, DeadlineExceeded.
         """
         role_value = cluster_pb2.Role.Value(f"ROLE_{Role(role).name}")
         message = cluster_pb2.ScaleRequest(role=role_value, ranks=ranks, engine_id=engine_id or "")
