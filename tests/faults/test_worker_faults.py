@@ -148,27 +148,29 @@ async def test_workers_that_die_again_and_again_under_load_lose_no_request(expec
     pools = {"prefill__instances": 2, "decode__instances": 2}
     async with LocalCluster(config_of(MODEL, **SMALL_STEPS, **pools)) as cluster:
         done: list[Output] = []
+        is_over = False
 
         async def client(number: int) -> None:
-            for turn in range(3):
-                output = await cluster.generate(request(PROMPTS[number], f"c{number}-{turn}", max_tokens=NUM_TOKENS))
-                assert output.token_ids == expected[number], (number, turn)
+            while not is_over:
+                made = request(PROMPTS[number], f"c{number}-{len(done)}", max_tokens=NUM_TOKENS)
+                output = await cluster.generate(made)
+                assert output.token_ids == expected[number], made.id
                 done.append(output)
 
         clients = [asyncio.create_task(client(number)) for number in range(8)]
-        num_deaths = 0
-        while not all(task.done() for task in clients):
-            engine_id = ("decode-0", "prefill-1", "prefill-0", "decode-1")[num_deaths % 4]
+        victims = ["decode-0", "prefill-1", "prefill-0", "decode-1", "decode-0"]
+        for engine_id in victims:
             flights = cluster.router.pipeline._flights
+            await until(lambda: len(flights) >= 4)  # noqa: B023
             witnesses = set(flights)
             dead = cluster.engine(engine_id)
             await cluster.kill(dead)
             cluster.bury(dead)
             await cluster.start_engine(engine_id)
-            num_deaths += 1
             await until(lambda: not witnesses & flights.keys())  # noqa: B023
+        is_over = True
         await asyncio.gather(*clients)
-        print(f"{num_deaths} deaths, {sum(output.timings.num_retries for output in done)} retries of {len(done)}")
-        assert len(done) == 24
-        assert num_deaths >= 4
+        print(f"{len(victims)} deaths, {sum(output.timings.num_retries for output in done)} retries of {len(done)}")
+        assert len(done) >= 4 * len(victims)
+        assert sum(output.timings.num_retries for output in done) > 0
         assert await cluster.until_free() < FREE_WITHIN_S
