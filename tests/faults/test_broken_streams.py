@@ -69,8 +69,8 @@ async def test_many_requests_under_streams_that_keep_breaking_all_end_right() ->
     rng = random.Random(5)
     async with LocalCluster(config_of(MODEL, **SMALL, decode__data_parallel=2)) as cluster:
         prompts = [prompt_of(number, 20 + 3 * number) for number in range(10)]
-        expected = await cluster.all_greedy(prompts)
-        running = asyncio.create_task(cluster.all_greedy(prompts))
+        expected = await cluster.all_greedy(prompts, max_tokens=64)
+        running = asyncio.create_task(cluster.all_greedy(prompts, max_tokens=64))
         num_breaks = 0
         while not running.done():
             await asyncio.sleep(rng.uniform(0.02, 0.15))
