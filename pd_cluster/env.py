@@ -5,7 +5,7 @@
 - PD_CLUSTER_DEBUG: 1 shows tracebacks instead of one line for an error
 - PD_CLUSTER_NATIVE: 0 leaves out the C kernels for CPUs
 - CC, XDG_CACHE_HOME: what compiles these kernels, and where they are kept (default: cc, ~/.cache)
-- UCX_TLS, NIXL_LOG_LEVEL: read by UCX and NIXL; the transfer backend sets what suits this host where they are unset
+- UCX_TLS, UCX_NET_DEVICES, NIXL_LOG_LEVEL: read by UCX and NIXL; where they are unset, what suits this host is set
 - RAY_ADDRESS: the Ray cluster to use when `launch.ray_address` is unset
 - OMP_NUM_THREADS and its kin: set in every rank from `threads` of its pool, since ranks share the cores of their host
 """

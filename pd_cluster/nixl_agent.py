@@ -3,7 +3,9 @@
 An agent has no lock of its own: whoever opens one calls it from one thread at a time.
 
 UCX lists the host's network devices, then opens them all. One that vanishes in between fails the agent, and so does one
-that is not up yet; on a host where containers come and go that is a matter of time, so opening is tried again.
+that is not up yet; on a host where containers come and go that is a matter of time, so opening is tried again. Later it
+connects ranks over any device that both have listed, and writes over one that vanishes never end: links to containers
+are left out from the start.
 """
 
 import logging
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 RETRY_S = (0.1, 0.3, 1.0)
 """Pauses between tries to open an agent."""
 
+IFF_UP = 1
+
 AGENT_FILES = 32
 """More than an agent opens at first; each peer over TCP takes one more later."""
 
@@ -30,7 +34,43 @@ def prepare_environment(memory: str = "DRAM") -> None:
     has_rdma = any(Path("/sys/class/infiniband").glob("*"))
     if memory == "DRAM" and not has_rdma:
         os.environ.setdefault("UCX_TLS", "shm,self,tcp")
+    if not has_rdma and (devices := lasting_devices()):
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join(devices))
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+def lasting_devices(
+    devices: Path = Path("/sys/class/net"),
+    routes: Path = Path("/proc/net/route"),
+    routes_6: Path = Path("/proc/net/ipv6_route"),
+) -> list[str]:
+    """Network devices that are there for as long as the host is, by name: all that are up but ends of links to
+    containers, which look like a link to elsewhere of no type. A host without a default route keeps all of its devices,
+    and says so by an empty list: it may be a container itself.
+    """
+    leading_out = {fields[0] for fields in _fields(routes)[1:] if fields[1] == "00000000"}
+    leading_out |= {fields[9] for fields in _fields(routes_6) if set(fields[0]) == {"0"} and fields[1] == "00"}
+    leading_out.discard("lo")  # where IPv6 sends what has no route
+    if not leading_out:
+        return []
+    return sorted(path.name for path in devices.iterdir() if path.name in leading_out or _lasts(path))
+
+
+def _fields(table: Path) -> list[list[str]]:
+    try:
+        return [line.split() for line in table.read_text().splitlines()]
+    except OSError:
+        return []
+
+
+def _lasts(device: Path) -> bool:
+    """Whether a device of `/sys/class/net` is up and no end of a pair; one that is gone meanwhile does not last."""
+    try:
+        index, link = (int((device / name).read_text()) for name in ("ifindex", "iflink"))
+        is_up = int((device / "flags").read_text(), 16) & IFF_UP
+        return bool(is_up) and (link in (0, index) or "DEVTYPE=" in (device / "uevent").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 class AgentErrors:
