@@ -185,7 +185,7 @@ def _drift(placement: Placement, loads_LE: Floats, sigma: float, redundant: int,
         "followed": {**_summary(followed_L, ms), "moved_slots": float(moved_L.mean())},
         "afresh": {**_summary(afresh_L), "moved_slots": float(full_L.mean())},
         "moved_share_worst": float((moved_L / np.maximum(full_L, 1)).max()),
-        "over_afresh_worst": float((followed_L / afresh_L).max()),
+        "over_afresh": _summary(followed_L / afresh_L),
     }
 
 
@@ -293,6 +293,7 @@ def table(result: dict[str, Any]) -> str:
         ("  only weights changed", drift["only_weights_changed"]),
         ("  followed", drift["followed"]),
         ("  planned afresh", drift["afresh"]),
+        ("  followed / planned afresh", drift["over_afresh"]),
         ("", None),
         (f"steps of {steps['tokens']} tokens: even hash", steps["even_hash"]),
         ("  weighted hash", steps["weighted_hash"]),

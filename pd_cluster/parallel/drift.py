@@ -5,9 +5,9 @@ it stands, and of the states that the search passes through the one is kept that
 
     hottest rank's time / mean  +  move_price * experts that must be loaded
 
-A fresh plan, its ranks renamed to overlap with what they hold, is one more candidate where the search stays far from
-the bound. First of all come experts that lost their last copy with a rank: they are put into empty slots, or over spare
-copies.
+With two slots to a rank, where such a search is soon stuck, `pairing` finds whole rings of moves as well. A fresh plan,
+its ranks renamed to overlap with what they hold, is one more candidate where the search stays far from the bound. First
+of all come experts that lost their last copy with a rank: they are put into empty slots, or over spare copies.
 
 `move_price` weighs a little more speed against the disturbance of loading: 0.001 means that an expert is worth loading
 when it makes the layer a tenth of a percent faster.
@@ -22,6 +22,7 @@ import numpy as np
 from pd_cluster.errors import ConfigError
 from pd_cluster.parallel.balance import from_slots, hottest_copy_bound, plan, to_slots
 from pd_cluster.parallel.local_search import Floats, Ints, LayerSearch
+from pd_cluster.parallel.pairing import follow_pairs, num_moves
 from pd_cluster.parallel.placement import Placement
 
 MOVE_PRICE = 0.0005
@@ -54,6 +55,7 @@ def rebalance(
     num_experts, per_rank = current.num_experts, current.slots_per_rank
     ranks = np.arange(current.num_ranks) if live is None else np.array(sorted(set(live)), np.int64)
     speed_R = np.ones(current.num_ranks) if speeds is None else np.asarray(speeds, np.float64)
+    is_uniform = bool((speed_R[ranks] == speed_R[ranks[0]]).all())
     slots_LRS = np.sort(to_slots(current)[:, ranks], axis=2)  # empty ones last
     fullest = int((slots_LRS < num_experts).sum(2).max())
     in_use = slots_in_use or min(max(fullest, -(-num_experts // len(ranks))), per_rank)
@@ -65,15 +67,19 @@ def rebalance(
     found: list[tuple[Ints, float]] = []
     for slots_RS, load_E in zip(slots_LRS, loads_LE, strict=True):
         start = _complete(slots_RS, load_E, in_use)
-        found.append(_improve(start, load_E, speed_R[ranks], move_price, max_moves))
+        candidates = [_improve(start, load_E, speed_R[ranks], move_price, max_moves)]
+        if in_use == 2 and is_uniform:
+            candidates.append(follow_pairs(start, load_E, max_moves=max_moves, move_price=move_price))
+        found.append(_cheapest(start, candidates, num_experts, move_price))
     far = [layer for layer, (_, hottest) in enumerate(found) if hottest > FAR * bound_L[layer]]
     if far and max_moves is None:
         fresh = to_slots(plan(loads_LE[far], len(ranks), redundant=spare, speeds=speed_R[ranks].tolist()))
         for layer, slots_RS in zip(far, fresh, strict=True):
             if slots_RS.shape[1] <= in_use:
-                found[layer] = _cheaper(
-                    slots_LRS[layer], found[layer], slots_RS, loads_LE[layer], speed_R[ranks], move_price
-                )
+                load_E, old_RS = loads_LE[layer], slots_LRS[layer]
+                renamed_RS = _renamed(old_RS, slots_RS, num_experts) if is_uniform else slots_RS
+                hottest = LayerSearch(renamed_RS.copy(), load_E, speed_R[ranks]).hottest()
+                found[layer] = _cheapest(old_RS, [found[layer], (renamed_RS, hottest)], num_experts, move_price)
     result = np.full((len(loads_LE), current.num_ranks, per_rank), num_experts)
     for layer, (slots_RS, _) in enumerate(found):
         result[layer, ranks, : slots_RS.shape[1]] = np.sort(slots_RS, axis=1)
@@ -113,47 +119,34 @@ def _complete(slots_RS: Ints, load_E: Floats, in_use: int) -> Ints:
     return result
 
 
-def _num_moves(old_RS: Ints, new_RS: Ints, num_experts: int) -> int:
-    return sum(
-        len(set(new) - set(old) - {num_experts}) for old, new in zip(old_RS.tolist(), new_RS.tolist(), strict=True)
-    )
-
-
 def _improve(
     start_RS: Ints, load_E: Floats, speed_R: Floats, move_price: float, max_moves: int | None
 ) -> tuple[Ints, float]:
     """The cheapest state on the way of a search, and its hottest rank over the mean."""
     search = LayerSearch(start_RS.copy(), load_E, speed_R)
     best, hottest = start_RS, search.hottest()
-    least, num_moves = hottest, 0
+    least, moved = hottest, 0
     for _ in range(MAX_STEPS):
         # no further state can be cheaper once the moves alone cost what is left to gain
-        if 1.0 + num_moves * move_price >= least:
+        if 1.0 + moved * move_price >= least:
             break
         change = search.step()
         if change is None:
             break
-        num_moves = _num_moves(start_RS, search.slots_RS, len(load_E))
-        if max_moves is not None and num_moves > max_moves:
+        moved = num_moves(start_RS, search.slots_RS, len(load_E))
+        if max_moves is not None and moved > max_moves:
             break
         now = search.hottest()
-        if now + num_moves * move_price < least:
-            best, hottest, least = search.slots_RS.copy(), now, now + num_moves * move_price
+        if now + moved * move_price < least:
+            best, hottest, least = search.slots_RS.copy(), now, now + moved * move_price
     return best, hottest
 
 
-def _cheaper(
-    old_RS: Ints, found: tuple[Ints, float], fresh_RS: Ints, load_E: Floats, speed_R: Floats, move_price: float
+def _cheapest(
+    old_RS: Ints, candidates: list[tuple[Ints, float]], num_experts: int, move_price: float
 ) -> tuple[Ints, float]:
-    """`found`, or the fresh plan with its ranks renamed if that costs less."""
-    num_experts = len(load_E)
-    if (speed_R == speed_R[0]).all():
-        fresh_RS = _renamed(old_RS, fresh_RS, num_experts)
-    hottest = LayerSearch(fresh_RS.copy(), load_E, speed_R).hottest()
-    costs = [
-        time + move_price * _num_moves(old_RS, slots_RS, num_experts) for slots_RS, time in (found, (fresh_RS, hottest))
-    ]
-    return found if costs[0] <= costs[1] else (fresh_RS, hottest)
+    """Of (slots, hottest rank over the mean) the first with the least cost."""
+    return min(candidates, key=lambda found: found[1] + move_price * num_moves(old_RS, found[0], num_experts))
 
 
 def _renamed(old_RS: Ints, fresh_RS: Ints, num_experts: int) -> Ints:

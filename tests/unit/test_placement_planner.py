@@ -124,6 +124,20 @@ def test_a_drifted_load_is_followed_with_a_tenth_of_the_moves(ep: int, redundant
     assert weighted_ratios(limited, drifted).mean() < weighted_ratios(placement, drifted).mean()
 
 
+def test_two_slots_to_a_rank_follow_a_drifted_load_with_a_tenth_of_the_moves() -> None:
+    """Swaps and copies at the hottest rank are soon stuck there; rings of moves are not."""
+    loads = skewed(4)
+    placement = plan(loads, 144, redundant=32)
+    drifted = loads * np.exp(np.random.default_rng(1).normal(0.0, 0.15, loads.shape))
+    followed, afresh = rebalance(placement, drifted, max_moves=26), plan(drifted, 144, redundant=32)
+    ratios = weighted_ratios(followed, drifted) / weighted_ratios(afresh, drifted)
+    assert ratios.mean() <= 1.035
+    assert ratios.max() <= 1.08
+    assert max(followed.moved(placement)) <= 26 <= 0.1 * min(afresh.moved(placement))
+    for layer in range(4):
+        assert None not in followed.layers[layer].slots, "every copy is still in use"
+
+
 def test_a_load_that_did_not_change_moves_nothing() -> None:
     loads = skewed(2, 64)
     placement = plan(loads, 8, redundant=8)
