@@ -12,7 +12,7 @@ import ray
 from processes import until
 
 from pd_cluster.config import load_config
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.ids import EngineEpoch
 from pd_cluster.launch.pids import ProcessIdentity
 from pd_cluster.launch.ray import RayHandle, RayLauncher
@@ -95,8 +95,30 @@ def test_placement_groups_of_dead_engines_are_given_back(launcher: RayLauncher) 
         (handle,) = launcher.start(specs("decode", 1, epoch=f"i{index}"))
         handle.kill()
         assert handle.wait(20) is not None
-    launcher.start([])
-    assert not any(epoch.startswith("i") for epoch in launcher._places.taken)
+        assert f"i{index}" not in launcher._places.taken, "at once, and not when another starts"
+
+
+def test_what_asked_for_too_much_asks_for_less_and_leaves_the_line_when_nobody_wants_it(
+    launcher: RayLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (serving,) = launcher.start(specs("prefill", 1, epoch="s"))
+
+    def ask_for_too_much() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher._places, "_cpu_share", lambda _: 1000.0)
+            with pytest.raises(Unavailable, match="found no place for 1 ranks"):
+                launcher.start(specs("decode", 1, epoch="j"))
+
+    ask_for_too_much()
+    assert len(launcher._places.in_line) == 1
+    (handle,) = launcher.start(specs("decode", 1, epoch="k"))
+    assert not launcher._places.in_line
+    monkeypatch.setattr("pd_cluster.launch.ray_places.PATIENCE_S", 0.1)
+    ask_for_too_much()
+    until(lambda: not launcher._places.in_line)
+    for each in (serving, handle):
+        each.kill()
+        assert each.wait(20) is not None
 
 
 def test_dp_ranks_that_live_on_their_own_are_placed_and_replaced_on_their_own(launcher: RayLauncher) -> None:
