@@ -131,6 +131,7 @@ class Cluster:
         free = [iter(range(self.engines[0].num_blocks)) for _ in prompts]
         fresh = [set(group) for group in running]
         while any(len(seq.output) < num_tokens for group in running for seq in group.values()):
+            self.step += 1  # the same for all ranks
             plans = []
             for group, blocks, new in zip(running, free, fresh, strict=True):
                 plans.append(self._plan(group, blocks, new, num_tokens, budget))
@@ -144,6 +145,7 @@ class Cluster:
                     seq.token_ids.append(sampled.token_id)
                     seq.output.append(sampled.token_id)
                     seq.logits.append(row)
+        self.step += 1
         self.run_step([StepPlan(step=self.step, drop=list(group)) for group in running])
         assert [engine.num_sequences for engine in self.engines] == [0] * len(self.engines)
         return [list(group.values()) for group in running]
@@ -151,7 +153,6 @@ class Cluster:
     def _plan(
         self, group: dict[RequestId, _Running], free: Any, new: set[RequestId], num_tokens: int, budget: int
     ) -> StepPlan:
-        self.step += 1
         add, grow, work = [], {}, []
         for request_id, seq in sorted(group.items(), key=lambda item: len(item[1].token_ids) - item[1].num_computed):
             count = min(len(seq.token_ids) - seq.num_computed, budget)
