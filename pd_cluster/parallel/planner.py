@@ -140,12 +140,22 @@ def _move(question: Question, loads_LE: Ints) -> Answer:
             if not missing(stage, live):
                 break
     start = done[-1] if done else current
-    question = msgspec.structs.replace(question, placement=start)
-    wanted = _wanted(question, loads_LE)
-    done += stages(start, wanted, max_loads_per_rank=MAX_LOADS_PER_RANK, live=live)
+    done += _balanced_path(msgspec.structs.replace(question, placement=start), loads_LE, live)
     made = [Stage(each, best_weights(each, loads_LE)) for each in done]
     predicted = predicted_ratio(done[-1] if done else current, loads_LE, live=question.staying)
     return Answer(predicted=predicted, stages=made, reason=f"experts on ranks {_names(question.staying)}")
+
+
+def _balanced_path(question: Question, loads_LE: Ints, live: frozenset[Rank]) -> list[Placement]:
+    """Stages to experts on the staying ranks alone, balanced if there are empty slots to go through, else with as few
+    moves as do: an engine goes on unbalanced rather than not at all.
+    """
+    try:
+        wanted = _wanted(question, loads_LE)
+        return stages(question.placement, wanted, max_loads_per_rank=MAX_LOADS_PER_RANK, live=live)
+    except NotSupported:
+        wanted = _wanted(question, loads_LE, max_moves=0)
+        return stages(question.placement, wanted, max_loads_per_rank=MAX_LOADS_PER_RANK, live=live)
 
 
 def _wanted(question: Question, loads_LE: Ints, max_moves: int | None = None) -> Placement:

@@ -137,6 +137,35 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     assert "expert_slots_per_rank 6: each would need 8" in found.error.message
 
 
+@pytest.mark.parametrize(("num_ranks", "lost"), [(3, 1), (4, 1), (4, 2), (6, 1)])
+def test_whatever_the_loads_were_ranks_may_be_lost_leave_and_come_back(num_ranks: int, lost: int) -> None:
+    """With no more slots than the ranks that stay need for all experts."""
+    rng = np.random.default_rng(num_ranks + lost)
+    everyone = [Rank(rank) for rank in range(num_ranks)]
+    slots = -(-NUM_EXPERTS // (num_ranks - lost))
+    asked = question(slots=slots, placement=spread(NUM_EXPERTS, num_ranks, NUM_LAYERS, 0, slots), live=everyone)
+
+    def after(kind: str, live: list[Rank], staying: list[Rank]) -> Question:
+        """Under loads drawn anew, of which a few experts get most."""
+        loads = (rng.pareto(1.0, (NUM_LAYERS, NUM_EXPERTS)) * 10_000).astype(np.int64)
+        changed = msgspec.structs.replace(asked, kind=kind, loads=loads.tobytes(), live=live, staying=staying)
+        found = answer(changed)
+        assert found.error is None, found.error
+        if not found.stages:
+            return changed
+        last = found.stages[-1]
+        assert not missing(last.placement, frozenset(staying))
+        return msgspec.structs.replace(changed, placement=last.placement, weights=last.weights)
+
+    for _ in range(8):
+        asked = after("rebalance", everyone, everyone)
+        gone = sorted(rng.choice(num_ranks, lost, replace=False).tolist())
+        staying = [rank for rank in everyone if rank not in gone]
+        asked = after("move", staying if rng.random() < 0.5 else everyone, staying)
+        asked = after("rebalance", staying, staying)
+        asked = after("move", everyone, everyone)
+
+
 def test_weights_name_only_experts_with_several_copies() -> None:
     asked = question(redundant=2)
     some = best_weights(asked.placement, loads_of(asked))
