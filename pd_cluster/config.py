@@ -2,36 +2,39 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct, field
 
+from pd_cluster.bounds import AtLeast, Count, OneOrMore, Seconds, SomeSeconds, check_numbers
 from pd_cluster.cpus import CpuSets, parse_sets
 from pd_cluster.devices import DeviceChoice
 from pd_cluster.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+BlockSize = Annotated[int, AtLeast(16)]
+Ratio = Annotated[float, AtLeast(1)]
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str = "demo"  # a directory, a .gguf file, a hub id, or `demo` for the bundled model
     served_model_name: str | None = None  # defaults to the last part of `path`
     dtype: Dtype = "auto"
-    max_model_len: int | None = None  # defaults to what the model and memory allow
+    max_model_len: OneOrMore | None = None  # defaults to what the model and memory allow
     load: Literal["weights", "random"] = "weights"
 
 
 class KvSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    block_size: int = 64  # tokens; prefill and decode may override it
-    num_blocks: int | None = None  # for each rank; defaults from measured free memory
+    block_size: BlockSize = 64  # tokens; prefill and decode may override it
+    num_blocks: OneOrMore | None = None  # for each rank; defaults from measured free memory
     memory_fraction: float | None = None  # of what is free on the host or GPU after loading; 0.5, and 0.9 on GPUs
-    max_bytes: int | None = None  # an upper bound for each rank when measured; 2 GiB, and none on GPUs
+    max_bytes: OneOrMore | None = None  # an upper bound for each rank when measured; 2 GiB, and none on GPUs
     prefix_cache: bool = True
     verify: bool = False  # checksum every transfer
-    lease_s: float = 30.0
-    transfer_deadline_s: float = 30.0
-    late_write_s: float = 120.0  # how long the network may deliver what a broken connection carried
+    lease_s: SomeSeconds = 30.0
+    transfer_deadline_s: SomeSeconds = 30.0
+    late_write_s: Seconds = 120.0  # how long the network may deliver what a broken connection carried
 
 
 class AutoscaleSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,32 +44,33 @@ class AutoscaleSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_ranks: int | None = None  # at least so many, DP ranks times TP; defaults to one DP rank
     low: float = 0.3  # below this for `hold_s` it shrinks
     high: float = 0.75  # above this, or with requests that wait for room, it grows
-    hold_s: float = 60.0
+    hold_s: SomeSeconds = 60.0
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool. `instances` engines of data_parallel x tensor_parallel ranks each."""
 
-    instances: int = 1
-    tensor_parallel: int = 1
-    data_parallel: int = 1
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    ttft_target_s: float = 3.0  # who can still have a first token in time goes first; 0: first come, first served
-    redundant_experts: int = 0
+    instances: OneOrMore = 1
+    tensor_parallel: OneOrMore = 1
+    data_parallel: OneOrMore = 1
+    max_num_seqs: OneOrMore = 64
+    max_num_batched_tokens: OneOrMore = 512
+    ttft_target_s: Seconds = 3.0  # who can still have a first token in time goes first; 0: first come, first served
+    redundant_experts: Count = 0
     # between DP ranks that share experts; the last two on GPUs, where the library of that name is installed
     dispatcher: Literal["auto", "collective", "nixl", "deepep", "nixl_ep"] = "auto"
     dispatch_dtype: Literal["auto", "fp8"] = "auto"  # how tokens travel there: as they are, or in half the bytes
     micro_batches: Literal["auto", "off"] = "off"  # large steps in two halves: one's tokens travel, the other's compute
     replica_choice: Literal["hash", "step"] = "hash"  # among copies of an expert; step: by the counts of each step
-    expert_slots_per_rank: int | None = None  # in each layer; empty ones let experts move. Defaults to what is needed
+    # in each layer; empty ones let experts move. Defaults to what is needed
+    expert_slots_per_rank: OneOrMore | None = None
     rebalance: Literal["auto", "off"] = "auto"  # auto: experts move into empty slots, and copies take other shares
-    rebalance_threshold: float = 1.2  # from this ratio of the busiest rank's expert load to the mean on
-    rebalance_sustain_s: float = 10.0  # if it stays there so long
-    rebalance_cooldown_s: float = 60.0  # and not again for so long
-    block_size: int | None = None
-    num_blocks: int | None = None
-    threads: int = 1  # torch threads of each rank
+    rebalance_threshold: Ratio = 1.2  # from this ratio of the busiest rank's expert load to the mean on
+    rebalance_sustain_s: Seconds = 10.0  # if it stays there so long
+    rebalance_cooldown_s: Seconds = 60.0  # and not again for so long
+    block_size: BlockSize | None = None
+    num_blocks: OneOrMore | None = None
+    threads: OneOrMore = 1  # torch threads of each rank
     device: DeviceChoice = "auto"  # a GPU for each rank where there is one
     cpus: CpuSets | None = None  # where its ranks run: "0-3", or a list with one such set for each rank in turn
     autoscale: AutoscaleSection = field(default_factory=AutoscaleSection)
@@ -91,10 +95,10 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     grpc: bool = True
     grpc_port: int | None = None  # defaults to the one after http_port; 0: a free one
     grpc_tls: TlsSection | None = None
-    max_queue: int = 1024
-    request_timeout_s: float = 600.0
-    max_retries: int = 3
-    outage_patience_s: float = 60.0  # how long a request that lost its worker waits for another to come back
+    max_queue: OneOrMore = 1024
+    request_timeout_s: SomeSeconds = 600.0
+    max_retries: Count = 3
+    outage_patience_s: Seconds = 60.0  # how long a request that lost its worker waits for another to come back
     api_key: str | None = None  # what clients must show
     api_key_file: str | None = None  # or a file that holds it
     admin_key: str | None = None  # what drain and scale ask for; without one they must come from this machine
@@ -124,9 +128,9 @@ class SecuritySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class LaunchSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launcher: Literal["process", "ray"] = "process"
-    start_timeout_s: float = 600.0
-    max_restarts: int = 3
-    shrink_timeout_s: float = 300.0  # what DP ranks that leave may take to move their experts and requests away
+    start_timeout_s: SomeSeconds = 600.0
+    max_restarts: Count = 3
+    shrink_timeout_s: Seconds = 300.0  # what DP ranks that leave may take to move their experts and requests away
     ray_address: str | None = None
 
 
@@ -211,33 +215,17 @@ def load_config(
 
 
 def _validate(config: ClusterConfig) -> None:
+    check_numbers(config)
     for name in ("prefill", "decode"):
         section: EngineSection = getattr(config, name)
-        for key in (
-            "instances",
-            "tensor_parallel",
-            "data_parallel",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "threads",
-        ):
-            if getattr(section, key) < 1:
-                raise ConfigError(f"{name}.{key} must be at least 1, got {getattr(section, key)}")
-        if section.ttft_target_s < 0:
-            raise ConfigError(f"{name}.ttft_target_s must not be negative, got {section.ttft_target_s:g}")
         _validate_autoscale(name, section)
         if section.cpus is not None:
             try:
                 parse_sets(section.cpus)
             except ConfigError as error:
                 raise ConfigError(f"{name}.cpus: {error.message}") from error
-        if section.rebalance_threshold < 1:
-            raise ConfigError(f"{name}.rebalance_threshold must be at least 1, got {section.rebalance_threshold}")
-        for key in ("rebalance_sustain_s", "rebalance_cooldown_s"):
-            if getattr(section, key) < 0:
-                raise ConfigError(f"{name}.{key} must not be negative, got {getattr(section, key)}")
         block_size = section.block_size or config.kv.block_size
-        if block_size < 16 or block_size % 16:
+        if block_size % 16:
             raise ConfigError(f"{name}: block_size must be a multiple of 16, got {block_size}")
     for key in ("http_port", "grpc_port"):
         port = getattr(config.router, key)
@@ -254,8 +242,6 @@ def _validate_autoscale(name: str, section: EngineSection) -> None:
             f"{name}.autoscale: low and high must be shares between 0 and 1, low below high, got "
             f"{autoscale.low:g} and {autoscale.high:g}"
         )
-    if autoscale.hold_s <= 0:
-        raise ConfigError(f"{name}.autoscale.hold_s must be above 0, got {autoscale.hold_s:g}")
     if autoscale.min_ranks is not None and not 1 <= autoscale.min_ranks <= num_ranks:
         raise ConfigError(f"{name}.autoscale.min_ranks must be between 1 and {num_ranks}, got {autoscale.min_ranks}")
     if autoscale.enabled and not section.elastic:

@@ -72,6 +72,16 @@ def num_blocks_within(layout: KvLayout, free: int, *, fraction: float, max_bytes
     return num_blocks
 
 
+def check_max_model_len(requested: int | None, max_position: int) -> None:
+    """What can be told before there are blocks. Raises ConfigError."""
+    if requested is None:
+        return
+    if requested < 1:
+        raise ConfigError(f"model.max_model_len must be at least 1, got {requested}")
+    if requested > max_position:
+        raise ConfigError(f"model.max_model_len {requested} exceeds the model's context of {max_position} tokens")
+
+
 def choose_max_model_len(requested: int | None, max_position: int, num_blocks: int, block_size: int) -> int:
     """The longest sequence that an engine takes: `requested`, or what the model and the blocks allow.
 
@@ -80,10 +90,7 @@ def choose_max_model_len(requested: int | None, max_position: int, num_blocks: i
     capacity = num_blocks * block_size
     if requested is None:
         return min(max_position, capacity)
-    if requested < 1:
-        raise ConfigError(f"model.max_model_len must be at least 1, got {requested}")
-    if requested > max_position:
-        raise ConfigError(f"model.max_model_len {requested} exceeds the model's context of {max_position} tokens")
+    check_max_model_len(requested, max_position)
     if requested > capacity:
         raise ConfigError(
             f"model.max_model_len {requested} does not fit: a rank has room for {capacity} tokens of KV "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pd_cluster.engine.arena import KvArena
 from pd_cluster.engine.kv_identity import fingerprint_of, layout_of
-from pd_cluster.engine.memory import choose_max_model_len, free_bytes, num_blocks_within
+from pd_cluster.engine.memory import check_max_model_len, choose_max_model_len, free_bytes, num_blocks_within
 from pd_cluster.engine.plan import NewSequence, Sampled, StepPlan, StepResult, Work
 from pd_cluster.errors import ConfigError, EngineError
 from pd_cluster.ids import BlockId, Rank, RequestId
@@ -267,6 +267,7 @@ def build_engine(
     `without_experts`: a rank that joins later and is given its experts then. `eos_token_ids` default to the config's.
     Raises ConfigError for what does not divide or fit, ModelError from the source.
     """
+    check_max_model_len(max_model_len, config.max_position_embeddings)
     groups = groups or Groups()
     device = device or torch.device("cpu")
     chosen: Dispatcher | None = None

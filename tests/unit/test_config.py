@@ -1,8 +1,12 @@
 """The cluster file: strict, overridable, and with errors that name the key."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
+from msgspec.structs import fields
 
 from pd_cluster.cli.config import to_toml
 from pd_cluster.config import ClusterConfig, load_config
@@ -82,3 +86,50 @@ def test_the_printed_configuration_loads_as_itself(tmp_path: Path) -> None:
 def test_a_port_that_cannot_be_is_refused_by_name(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} must be between 0"):
         load_config(values={key: 99999})
+
+
+def numbers(section: type[Struct] = ClusterConfig, path: str = "") -> Iterator[tuple[str, bool]]:
+    """The key of every number of the file, and whether it is one with a point."""
+    for field in fields(section):
+        if isinstance(field.default_factory, type) and issubclass(field.default_factory, Struct):
+            yield from numbers(field.default_factory, f"{path}{field.name}.")
+        elif field.name != "cpus" and ("int" in str(field.type) or "float" in str(field.type)):
+            yield f"{path}{field.name}", "float" in str(field.type)
+
+
+NUMBERS = dict(numbers())
+
+
+def test_every_section_has_its_numbers_looked_at() -> None:
+    known = {"model.max_model_len", "kv.lease_s", "decode.autoscale.hold_s", "router.max_queue", "launch.max_restarts"}
+    assert known <= NUMBERS.keys()
+    assert len(NUMBERS) > 50
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_that_cannot_be_is_refused_by_its_key(key: str) -> None:
+    name = key.rpartition(".")[2]
+    for wrong in (-1, math.nan, math.inf) if NUMBERS[key] else (-1,):
+        with pytest.raises(ConfigError, match=f"{name}|low and high"):
+            load_config(overrides=[f"{key}={wrong}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.max_model_len=0", r"model\.max_model_len must be at least 1, got 0"),
+        ("router.request_timeout_s=0", r"router\.request_timeout_s must be above 0, got 0"),
+        ("decode.redundant_experts=-3", r"decode\.redundant_experts must be at least 0, got -3"),
+        ("prefill.ttft_target_s=nan", r"prefill\.ttft_target_s must be a finite number, got nan"),
+        ("decode.autoscale.hold_s=0", r"decode\.autoscale\.hold_s must be above 0, got 0"),
+        ("prefill.block_size=0", r"prefill\.block_size must be at least 16, got 0"),
+    ],
+)
+def test_a_bound_is_said(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=[override])
+
+
+@pytest.mark.parametrize("override", ["prefill.ttft_target_s=0", "launch.max_restarts=0", "decode.redundant_experts=0"])
+def test_a_bound_itself_is_taken(override: str) -> None:
+    load_config(overrides=[override])

@@ -52,9 +52,23 @@ def test_a_wrong_set_is_refused_when_the_configuration_is_read() -> None:
         load_config(overrides=["prefill.cpus=[]"])
 
 
-def test_cpus_that_this_host_lacks_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"CPUs \[99999\] are not on this host"):
-        bind(frozenset({99999}))
+@pytest.mark.parametrize("cpus", [{8191}, {99999}, {1 << 70}])
+def test_cpus_that_this_host_lacks_are_named(cpus: set[int]) -> None:
+    with pytest.raises(ConfigError, match=f"CPUs {max(cpus)} are not on this host"):
+        bind(frozenset(cpus))
+
+
+def test_a_set_of_which_this_host_has_only_some_is_refused_and_changes_nothing() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match=r"CPUs 8000-8001,8100 are not on this host"):
+        bind(frozenset({min(before), 8000, 8001, 8100}))
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("text", ["0-9999999999", "8192", "99999999999999999999"])
+def test_a_number_that_no_cpu_has_is_refused_before_a_set_is_made_of_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"CPUs have numbers below 8192"):
+        parse_cpus(text)
 
 
 def test_threads_made_later_stay_on_the_set() -> None:
