@@ -11,6 +11,7 @@ from torch import Tensor
 from pd_cluster.ids import ExpertId, Rank
 from pd_cluster.model.config import ModelConfig
 from pd_cluster.model.expert_arena import ExpertArena, ExpertForm, seal
+from pd_cluster.model.tensors import expert_names, moe_block
 from pd_cluster.model.weights import WeightSource
 from pd_cluster.parallel.placement import Placement
 
@@ -31,10 +32,8 @@ class ExpertStore:
         self.form = form
         self._source = source
         self._dtype = dtype
-        self._layers = config.moe_layers
-        self._block = "block_sparse_moe" if moe.gate == "mixtral" else "mlp"
-        names = ("w1", "w3", "w2") if moe.gate == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        self._names = dict(zip(("gate", "up", "down"), names, strict=True))
+        self._blocks = [moe_block(moe, layer) for layer in config.moe_layers]
+        self._names = dict(zip(("gate", "up", "down"), expert_names(moe), strict=True))
         inner, outer = (moe.intermediate_size, config.hidden_size), (config.hidden_size, moe.intermediate_size)
         self._shapes = {"gate": inner, "up": inner, "down": outer}
 
@@ -42,7 +41,7 @@ class ExpertStore:
         """Lay an expert down in `record`, uint8 in host memory, a piece at a time and without its checksum. Raises
         ModelError.
         """
-        prefix = f"model.layers.{self._layers[layer]}.{self._block}.experts.{expert}"
+        prefix = f"{self._blocks[layer]}.experts.{expert}"
 
         def read(name: str, first: int, end: int) -> Tensor:
             tensor = f"{prefix}.{self._names[name]}.weight"

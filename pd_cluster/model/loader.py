@@ -27,6 +27,7 @@ from pd_cluster.model.mlp import DenseMlp
 from pd_cluster.model.moe import ExpertSlots, Moe, SlotMap
 from pd_cluster.model.norm import RmsNorm
 from pd_cluster.model.rope import Rope
+from pd_cluster.model.tensors import moe_block
 from pd_cluster.model.transformer import Layer, Transformer
 from pd_cluster.model.weights import WeightSource
 from pd_cluster.parallel.dispatch import Arrived, Dispatcher
@@ -57,8 +58,7 @@ def load_transformer(
     parallelism does not divide the heads or the dense intermediate size, ModelError from the source.
     """
     loader = _Loader(source, config, dtype, groups, device or torch.device("cpu"))
-    loader.without_experts = without_experts
-    return loader.transformer(placement, dispatcher, progress)
+    return loader.transformer(placement, dispatcher, progress, without_experts=without_experts)
 
 
 class _Loader:
@@ -72,7 +72,6 @@ class _Loader:
         self.dtype = dtype
         self.groups = groups
         self.device = device
-        self.without_experts = False
         self.rope = Rope(config.rope, device)
         if config.intermediate_size % groups.tp_size and len(config.moe_layers) < config.num_layers:
             raise ConfigError(
@@ -84,7 +83,12 @@ class _Loader:
         return self.source.read(name, shape, self.dtype, **cut).to(self.device)
 
     def transformer(
-        self, placement: Placement | None, dispatcher: Dispatcher | None, progress: Progress | None
+        self,
+        placement: Placement | None,
+        dispatcher: Dispatcher | None,
+        progress: Progress | None,
+        *,
+        without_experts: bool,
     ) -> Transformer:
         config = self.config
         vocabulary = self.vocabulary()
@@ -106,11 +110,11 @@ class _Loader:
                 assert dispatcher is not None
                 assert experts is not None
                 moe_layer = config.moe_layers.index(index)
-                if not self.without_experts:
+                if not without_experts:
                     for rank, arena in experts.arenas.items():
                         experts.store.load_layer(arena, moe_layer, placement, rank)
                 slots = {rank: self.slots(library, arena, moe_layer) for rank, arena in experts.arenas.items()}
-                mlp: DenseMlp | Moe = self.moe(prefix, moe_layer, tables[moe_layer], slots, dispatcher)
+                mlp: DenseMlp | Moe = self.moe(moe_layer, tables[moe_layer], slots, dispatcher)
             else:
                 mlp = self.dense_mlp(f"{prefix}mlp.", config.intermediate_size, cut=True)
             attention = self.mla(prefix) if isinstance(config.attention, MlaConfig) else self.gqa(prefix)
@@ -229,7 +233,6 @@ class _Loader:
 
     def moe(
         self,
-        prefix: str,
         moe_layer: int,
         table: SlotTable,
         slots: Mapping[Rank, Callable[[Arrived], Tensor]],
@@ -237,16 +240,16 @@ class _Loader:
     ) -> Moe:
         config, moe = self.config, self.config.moe
         assert moe is not None
-        prefix += "block_sparse_moe." if moe.gate == "mixtral" else "mlp."
+        block = moe_block(moe, config.moe_layers[moe_layer])
         # the router stays in float32: a rounded score chooses other experts
-        weight = self.source.read(f"{prefix}gate.weight", (moe.num_experts, config.hidden_size), torch.float32)
+        weight = self.source.read(f"{block}.gate.weight", (moe.num_experts, config.hidden_size), torch.float32)
         bias = None
         if moe.gate == "deepseek_v3":
-            bias = self.source.read(f"{prefix}gate.e_score_correction_bias", (moe.num_experts,), torch.float32)
+            bias = self.source.read(f"{block}.gate.e_score_correction_bias", (moe.num_experts,), torch.float32)
         shared = None
         if moe.num_shared_experts:
             size = moe.num_shared_experts * moe.intermediate_size
-            shared = self.dense_mlp(f"{prefix}shared_experts.", size, cut=False)
+            shared = self.dense_mlp(f"{block}.shared_experts.", size, cut=False)
         return Moe(
             moe_layer,
             Gate(moe, weight.to(self.device), None if bias is None else bias.to(self.device)),

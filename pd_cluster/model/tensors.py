@@ -6,6 +6,8 @@ from pd_cluster.model.config import GqaConfig, MlaConfig, ModelConfig, MoeConfig
 
 Shape = tuple[int, ...]
 
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
 
 def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """(name, shape) of every weight that inference reads, in the order of a forward pass."""
@@ -22,9 +24,9 @@ def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
                 yield from _mla(f"{prefix}.self_attn", mla, hidden)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         if layer in moe_layers and config.moe is not None:
-            yield from _moe(prefix, config.moe, hidden)
+            yield from _moe(layer, config.moe, hidden)
         else:
-            yield from _mlp(f"{prefix}.mlp", ("gate_proj", "up_proj", "down_proj"), config.intermediate_size, hidden)
+            yield from _mlp(f"{prefix}.mlp", MLP_NAMES, config.intermediate_size, hidden)
     yield "model.norm.weight", (hidden,)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
@@ -75,15 +77,23 @@ def _mlp(prefix: str, names: tuple[str, str, str], inner: int, hidden: int) -> I
     yield f"{prefix}.{down}.weight", (hidden, inner)
 
 
-def _moe(prefix: str, moe: MoeConfig, hidden: int) -> Iterator[tuple[str, Shape]]:
-    is_mixtral = moe.gate == "mixtral"
-    block = f"{prefix}.block_sparse_moe" if is_mixtral else f"{prefix}.mlp"
-    names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+def moe_block(moe: MoeConfig, layer: int) -> str:
+    """The prefix of the names of a layer's gate and experts."""
+    return f"model.layers.{layer}." + ("block_sparse_moe" if moe.gate == "mixtral" else "mlp")
+
+
+def expert_names(moe: MoeConfig) -> tuple[str, str, str]:
+    """An expert's gate, up and down matrix."""
+    return ("w1", "w3", "w2") if moe.gate == "mixtral" else MLP_NAMES
+
+
+def _moe(layer: int, moe: MoeConfig, hidden: int) -> Iterator[tuple[str, Shape]]:
+    block = moe_block(moe, layer)
     yield f"{block}.gate.weight", (moe.num_experts, hidden)
     if moe.gate == "deepseek_v3":
         yield f"{block}.gate.e_score_correction_bias", (moe.num_experts,)
     for expert in range(moe.num_experts):
-        yield from _mlp(f"{block}.experts.{expert}", names, moe.intermediate_size, hidden)
+        yield from _mlp(f"{block}.experts.{expert}", expert_names(moe), moe.intermediate_size, hidden)
     if moe.num_shared_experts:
         inner = moe.num_shared_experts * moe.intermediate_size
-        yield from _mlp(f"{block}.shared_experts", names, inner, hidden)
+        yield from _mlp(f"{block}.shared_experts", MLP_NAMES, inner, hidden)
