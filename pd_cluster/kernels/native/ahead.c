@@ -17,7 +17,7 @@ int take_chunks(Stream *s, const char **chunks, int64_t count) {
     for (int64_t c = 0; c < count; c++) {
         if (s->left < CHUNK_BYTES) {
             if (s->piece == s->end) {
-                chunks[c] = c ? chunks[c - 1] : s->at;
+                chunks[c] = chunks[c - 1];
                 continue;
             }
             s->at = *s->piece++;

@@ -1,6 +1,4 @@
 /* Grouped-query attention, from the norm before it to the sum behind it. */
-#include <omp.h>
-
 #include "attention.h"
 #include "norm.h"
 #include "scratch.h"
@@ -42,25 +40,6 @@ INLINE Cache gqa_cache(const GqaLayer *layer, const Step *step, const Pages *pag
                    layer->head_dim, layer->head_dim, 0, 0, 0, 4 * UNIT * layer->head_dim, units_seen(segment, task)};
 }
 
-/* The same keys and values of the next layer, which lie behind this one's (something else behind the last layer's). A
- * thread expects its share.
- */
-static void expect_next_layer(const GqaLayer *layer, const Step *step, const Pages *pages, const Task *tasks,
-                              int64_t num_tasks) {
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    int64_t first = num_tasks * thread / threads, last = num_tasks * (thread + 1) / threads, count = 0;
-    int64_t unit_bytes = 4 * UNIT * layer->head_dim, most = MOST_AHEAD / unit_bytes;
-    const char **pieces = pieces_ahead(most);
-    if (step->num_tokens <= 2 * ROWS) last = first; /* as few rows fetch nothing */
-    for (int64_t i = first; i < last; i++) {
-        if (tasks[i].first) continue; /* an earlier run of the segment's tokens fetched them */
-        Cache cache = gqa_cache(layer, step, pages, tasks + i);
-        for (int64_t u = 0; u < cache.num_units && count < most; u++)
-            pieces[count++] = (const char *)(cache.keys + cache.units[u] * cache.unit_stride) + unit_bytes;
-    }
-    expect(pieces, count, unit_bytes);
-}
-
 /* x += attention(norm(x)), or `partial` = that: [num_tokens, hidden]. The new tokens' keys and values are written. */
 void gqa_layer(const GqaLayer *layer, const Step *step, const Pages *pages, bf16 *x, bf16 *partial) {
     int64_t T = step->num_tokens, hidden = layer->qkv.k, dim = layer->head_dim;
@@ -68,7 +47,7 @@ void gqa_layer(const GqaLayer *layer, const Step *step, const Pages *pages, bf16
     bf16 *normed = scratch(NORMED, T * hidden * sizeof(bf16));
     bf16 *qkv = scratch(PROJECTED, T * width * sizeof(bf16));
     bf16 *attended = scratch(ATTENDED, T * q_width * sizeof(bf16));
-    int64_t num_tasks;
+    int64_t num_tasks, unit_bytes = 4 * UNIT * dim;
     Task *tasks = attention_tasks(step, layer->num_groups, heads, 0, &num_tasks);
     TEAM(step->num_threads) {
         normalise(&layer->norm, x, hidden, normed, hidden, T, hidden);
@@ -86,7 +65,8 @@ void gqa_layer(const GqaLayer *layer, const Step *step, const Pages *pages, bf16
                                layer->scale};
             attend(&cache, &queries, &next);
         }
-        expect_next_layer(layer, step, pages, tasks, num_tasks);
+        /* the same keys and values of the next layer lie behind this one's; something else behind the last layer's */
+        expect_units(step, tasks, num_tasks, pages, layer->read, unit_bytes, unit_bytes);
         linear(&layer->out, attended, q_width, T, partial ? partial : x, hidden, partial ? STORE : ADD, upcoming());
     }
 }

@@ -1,6 +1,4 @@
 /* Multi-head latent attention (arXiv 2405.04434), from the norm before it to the sum behind it. */
-#include <omp.h>
-
 #include "attention.h"
 #include "norm.h"
 #include "scratch.h"
@@ -53,23 +51,6 @@ INLINE Cache latent_cache(const MlaLayer *layer, const Step *step, const Pages *
     int64_t C = layer->kv_lora_rank, latent_dim = C + layer->rope_dim;
     return (Cache){step->units + segment->first_unit, pages->unit_stride, latent_dim, pages->base, pages->base,
                    latent_dim, C, 0, 0, 0, 2 * UNIT * latent_dim, units_seen(segment, task)};
-}
-
-/* The latents that a thread's share of the tasks will read. */
-static void expect_latents(const MlaLayer *layer, const Step *step, const Pages *pages, const Task *tasks,
-                           int64_t num_tasks) {
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    int64_t first = num_tasks * thread / threads, last = num_tasks * (thread + 1) / threads, count = 0;
-    int64_t unit_bytes = 2 * UNIT * (layer->kv_lora_rank + layer->rope_dim), most = MOST_AHEAD / unit_bytes;
-    const char **pieces = pieces_ahead(most);
-    if (step->num_tokens <= 2 * ROWS) last = first; /* as few rows fetch nothing */
-    for (int64_t i = first; i < last; i++) {
-        if (tasks[i].first) continue; /* an earlier run of the segment's tokens fetched them */
-        Cache cache = latent_cache(layer, step, pages, tasks + i);
-        for (int64_t u = 0; u < cache.num_units && count < most; u++)
-            pieces[count++] = (const char *)(cache.keys + cache.units[u] * cache.unit_stride);
-    }
-    expect(pieces, count, unit_bytes);
 }
 
 static void attend_absorbed(const MlaLayer *layer, const Step *step, const Pages *pages, const bf16 *q, bf16 *queries,
@@ -158,7 +139,7 @@ void mla_layer(const MlaLayer *layer, const Step *step, const Pages *pages, bf16
     bf16 *latents = scratch(LATENTS, num_units * UNIT * latent_dim * sizeof(bf16));
     Task *tasks = attention_tasks(step, 1, heads, 0, &num_tasks);
     TEAM(step->num_threads) {
-        expect_latents(layer, step, pages, tasks, num_tasks);
+        expect_units(step, tasks, num_tasks, pages, 0, 0, 2 * UNIT * latent_dim);
         normalise(&layer->norm, x, hidden, normed, hidden, T, hidden);
         linear(&layer->compress, normed, hidden, T, compressed, compressed_dim, STORE, upcoming());
         if (layer->q_norm.weight)

@@ -71,14 +71,14 @@ void moe_layer(const MoeLayer *layer, int64_t num_tokens, bf16 *x, int64_t num_t
             sort_pairs(layer, num_tokens, experts, weights, slot_counts, starts, rows, row_weights);
             num_used = used_slots(&pairs, used);
         }
-        expect_experts(layer, used, num_used);
         if (layer->shared.gate_up.packed) {
+            if (num_tokens > 2 * ROWS) expect_experts(layer, used, num_used); /* fewer rows fetch nothing */
             linear(&layer->shared.gate_up, normed, hidden, num_tokens, shared_gated, shared, STORE, upcoming());
             linear(&layer->shared.down, shared_gated, shared, num_tokens, sums, hidden, STORE_FLOAT, upcoming());
+            expect(0, 0, 1);
         } else {
             clear_sums(sums, hidden, num_tokens);
         }
-        expect(0, 0, 1);
         run_experts(&layer->experts, &pairs, used, num_used, normed, num_tokens, gated, sums);
         store_sums(sums, hidden, num_tokens, x, ADD);
     }

@@ -1,5 +1,7 @@
 #include "step.h"
 
+#include <omp.h>
+
 #include "attention.h"
 #include "norm.h"
 #include "scratch.h"
@@ -39,6 +41,25 @@ Task *attention_tasks(const Step *step, int64_t num_groups, int64_t heads, int64
             }
     }
     return tasks;
+}
+
+void expect_units(const Step *step, const Task *tasks, int64_t num_tasks, const Pages *pages, const int64_t *heads,
+                  int64_t offset, int64_t unit_bytes) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t first = num_tasks * thread / threads, last = num_tasks * (thread + 1) / threads, count = 0;
+    int64_t most = MOST_AHEAD / unit_bytes;
+    const char **pieces = pieces_ahead(most);
+    if (step->num_tokens <= 2 * ROWS) last = first; /* as few rows fetch nothing */
+    for (int64_t i = first; i < last; i++) {
+        if (tasks[i].first) continue; /* an earlier run of the segment's tokens fetched them */
+        const Segment *segment = step->segments + tasks[i].segment;
+        const bf16 *base = pages->base + (heads ? heads[tasks[i].group] * pages->head_stride : 0);
+        for (int64_t u = 0, seen = units_seen(segment, tasks + i); u < seen && count < most; u++) {
+            int64_t unit = step->units[segment->first_unit + u];
+            pieces[count++] = (const char *)(base + unit * pages->unit_stride) + offset;
+        }
+    }
+    expect(pieces, count, unit_bytes);
 }
 
 void norm_layer(const Norm *norm, const bf16 *x, int64_t n, int64_t num_rows, bf16 *out, int64_t num_threads) {

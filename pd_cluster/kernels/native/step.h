@@ -55,6 +55,12 @@ INLINE int64_t units_seen(const Segment *segment, const Task *task) {
  */
 Task *attention_tasks(const Step *step, int64_t num_groups, int64_t heads, int64_t expanded, int64_t *count);
 
+/* Expect `unit_bytes` of each unit that a thread's share of the tasks sees, `offset` bytes behind where the layer's lie.
+ * `heads`: of each group, or null.
+ */
+void expect_units(const Step *step, const Task *tasks, int64_t num_tasks, const Pages *pages, const int64_t *heads,
+                  int64_t offset, int64_t unit_bytes);
+
 /* One of several matrices of one shape. */
 INLINE Linear matrix_of(const Linear *first, int64_t stride, int64_t index) {
     Linear w = *first;
