@@ -2,10 +2,10 @@
 
 All members start together and make up the roster of generation 0. From then on a member that dies is off the roster at
 once and its other ranks are killed; when all of them are seen dead its life is announced as dead, and it gets another
-one, which joins by the next roster when it has reported. The engine as a whole ends, and starts anew as any engine
-does (see `lifecycle`), when no member is left or when those that are left say that they cannot go on. How many members
-there shall be may change at any time: those that leave are ended when the others can do without them, and stay when
-they cannot.
+one, which joins by the next roster when it has reported, if it has loaded the weights that the others have. The engine
+as a whole ends, and starts anew as any engine does (see `lifecycle`), when no member is left or when those that are
+left say that they cannot go on. How many members there shall be may change at any time: those that leave are ended when
+the others can do without them, and stay when they cannot.
 
 Every stage has a deadline: starting `start_timeout_s`, leaving `leave_timeout_s`, ending repeats the kill each GRACE_S,
 pausing ends by itself, and whoever is up must give heartbeats.
@@ -58,7 +58,15 @@ class KillMembers(Struct, frozen=True):
     lives: dict[int, EngineEpoch]
 
 
-GroupAction = Issue | StartMembers | TerminateMembers | KillMembers | EngineEvent
+class Mismatch(Struct, frozen=True):
+    """A member was not let in, because it has loaded another model than the others."""
+
+    engine_id: EngineId
+    dp_rank: int
+    reason: str
+
+
+GroupAction = Issue | StartMembers | TerminateMembers | KillMembers | Mismatch | EngineEvent
 
 
 class GroupLife(Life):
@@ -125,6 +133,14 @@ class GroupLife(Life):
         return sum(member.stage is Stage.UP for member in self.members)
 
     @property
+    def least_members(self) -> int:
+        """Fewer have no room for all experts; 1 where nothing is known of them."""
+        model = self.model
+        if model is None or not model.expert_slots:
+            return 1
+        return min(len(self.members), -(-model.num_experts // (model.expert_slots * self.tensor_parallel)))
+
+    @property
     def settled(self) -> bool:
         """Whether as many members serve as shall, and nobody is on the way in or out."""
         stages = [member.stage for member in self.members]
@@ -167,6 +183,12 @@ class GroupLife(Life):
         if report.error is not None:
             error = from_info(report.error)
             return self._end(error, now_s) if self.state is State.STARTING else self._lose(member, error.message, now_s)
+        if (mismatch := self._mismatch(report)) is not None:
+            if self.state is State.STARTING:
+                return self._end(mismatch, now_s)
+            member.mismatched = True
+            told = Mismatch(self.engine_id, member.dp_rank, mismatch.message)
+            return [told, *self._lose(member, mismatch.message, now_s)]
         if self.state is State.READY:
             if not member.has_reported:
                 return []
@@ -260,7 +282,7 @@ class GroupLife(Life):
 
     def _begin(self, now_s: float) -> list[GroupAction]:
         self.epoch = self._new_epoch()
-        self.error = None
+        self.error = self.model = None
         self._generation = 0
         self._to(State.STARTING, now_s)
         for member in self.members:

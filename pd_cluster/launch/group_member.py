@@ -12,8 +12,11 @@ from enum import StrEnum
 from msgspec import Struct, field
 
 from pd_cluster.ids import EngineEpoch, Rank
-from pd_cluster.launch.lifecycle import FORGIVEN_S, backoff_s
+from pd_cluster.launch.lifecycle import FORGIVEN_S, MAX_BACKOFF_S, backoff_s
 from pd_cluster.launch.spec import RankReport
+
+MISMATCH_S = MAX_BACKOFF_S
+"""Before a member that has loaded another model is tried again: files do not change back by themselves."""
 
 DESPAIR_S = FORGIVEN_S
 """A member that was started `max_restarts` times in vain is tried again each so long: the group serves without it."""
@@ -52,10 +55,12 @@ class Member(Struct, kw_only=True, eq=False):
     due_s: float = 0.0  # when its next life begins
     num_restarts: int = 0
     num_refusals: int = 0  # by the launcher, since it last started
+    mismatched: bool = False  # this life has loaded another model than the others
     reason: str = ""  # why its last life ended
 
     def begin(self, life: EngineEpoch, now_s: float) -> None:
         self.life, self.living, self.reports, self.first_dead = life, set(self.ranks), {}, set()
+        self.mismatched = False
         self.to(Stage.STARTING, now_s)
 
     def to(self, stage: Stage, now_s: float) -> None:
@@ -93,5 +98,5 @@ class Member(Struct, kw_only=True, eq=False):
         elif self.num_restarts > max_restarts:
             pause_s = DESPAIR_S
         else:
-            pause_s = backoff_s(max(0, self.num_restarts - 1))
+            pause_s = max(backoff_s(max(0, self.num_restarts - 1)), MISMATCH_S if self.mismatched else 0.0)
         self.due_s = now_s + pause_s

@@ -15,7 +15,7 @@ from msgspec import Struct
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable, from_info
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.launcher import NODE_LOST
-from pd_cluster.launch.spec import RankReport
+from pd_cluster.launch.spec import LoadedModel, RankReport
 
 GRACE_S = 5.0
 """How long ranks may take to end by themselves when the cluster stops."""
@@ -142,6 +142,7 @@ class Life:
         self.epoch: EngineEpoch | None = None
         self.error: PdClusterError | None = None  # why the latest life ended
         self.num_restarts = 0
+        self.model: LoadedModel | None = None  # what the ranks of the latest life have loaded
         self._num_refusals = 0  # by the launcher, since ranks last started
         self._max_restarts = max_restarts
         self._start_timeout_s = start_timeout_s
@@ -155,6 +156,21 @@ class Life:
         return Unavailable(
             f"{self.engine_id} was not ready after {self._start_timeout_s:g} s "
             f"(ranks {', '.join(map(str, ranks))} did not report); raise launch.start_timeout_s if it needs longer"
+        )
+
+    def _mismatch(self, report: RankReport) -> ModelError | None:
+        """Why the rank must not compute with the others: its share of each sum would be that of another model."""
+        found = report.model
+        if found is None or report.error is not None:
+            return None
+        if self.model is None:
+            self.model = found
+        if found.weights == self.model.weights:
+            return None
+        return ModelError(
+            f"{self.engine_id}: rank {report.rank} has loaded other weights than the ranks before it: {found.path} has "
+            f"identity {found.weights} there, theirs, from {self.model.path}, is {self.model.weights}; give all ranks "
+            "the same files, or, if the new ones are meant, restart the whole engine"
         )
 
     def _died_too(self, reason: str | None) -> None:
@@ -234,7 +250,7 @@ class EngineLife(Life):
         if self.state is State.BACKOFF and now_s >= self._restart_at_s:
             self.epoch = self._new_epoch()
             self.reports = {}
-            self.error = None
+            self.error = self.model = None
             self._living = {Rank(rank) for rank in range(self.num_ranks)}
             self._first_dead = set()
             self._to(State.STARTING, now_s)
@@ -256,6 +272,8 @@ class EngineLife(Life):
         self._num_refusals = 0
         if report.error is not None:
             return self._end(from_info(report.error), now_s)
+        if (mismatch := self._mismatch(report)) is not None:
+            return self._end(mismatch, now_s)
         if self.missing:
             return []
         self._was_ready = True

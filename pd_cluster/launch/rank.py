@@ -40,6 +40,7 @@ from pd_cluster.launch.member import Member
 from pd_cluster.launch.parts import BackendFactory, Part, follower_part, lead_part, nixl_backend
 from pd_cluster.launch.placements import Placements
 from pd_cluster.launch.spec import LEASE_S, RankReport, RankSpec
+from pd_cluster.launch.spec import LoadedModel as Loaded
 from pd_cluster.model.source import LoadedModel, open_model
 from pd_cluster.parallel.groups import Groups
 from pd_cluster.parallel.one_sided import NixlDispatcher
@@ -101,6 +102,7 @@ class RankServer:
         self._choose_device = choose_device
         self._clock = SystemClock()
         self._joins = False
+        self._loaded: Loaded | None = None
         self._ending: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
@@ -123,6 +125,7 @@ class RankServer:
                 num_blocks=self.engine.num_blocks,
                 block_bytes=self.engine.layout.block_bytes,
                 load_s=time.monotonic() - started_s,
+                model=self._loaded,
             )
         )
         log.info(
@@ -146,6 +149,7 @@ class RankServer:
             self._joins = first.lives[spec.dp_rank] != spec.life
         groups = await asyncio.to_thread(self._connect_groups, model, device)
         self.engine = engine = await asyncio.to_thread(self._build_engine, model, groups, device)
+        self._loaded = _loaded(model, engine)
         self._engine_thread = EngineThread(engine)
         self._exits.callback(self._engine_thread.close)
         self._sync = self._make_sync(model)
@@ -386,6 +390,13 @@ class RankServer:
                 held = False
             if not held:
                 raise EngineError("the supervisor has given this rank up, or gave no sign for a lease: it ends")
+
+
+def _loaded(model: LoadedModel, engine: TorchEngine) -> Loaded:
+    path, placement = str(model.path), engine.placement
+    if placement is None:
+        return Loaded(path, engine.fingerprint.weights)
+    return Loaded(path, engine.fingerprint.weights, placement.num_experts, placement.slots_per_rank)
 
 
 def _expert_slots(section: EngineSection, model: LoadedModel) -> int | None:

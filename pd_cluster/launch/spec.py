@@ -97,6 +97,17 @@ class RankSpec(Struct, frozen=True, kw_only=True):
         return f"{self.engine_id}.{self.rank}"
 
 
+class LoadedModel(Struct, frozen=True, array_like=True):
+    """What a rank has loaded, and from where on its machine. `weights`: see `WeightSource.identity`; equal on all ranks
+    that may compute together. `expert_slots`: of a rank and layer.
+    """
+
+    path: str
+    weights: str
+    num_experts: int = 0
+    expert_slots: int = 0
+
+
 class RankReport(Struct, frozen=True, kw_only=True):
     """A rank serves, or says why it cannot. Written once in a life."""
 
@@ -106,6 +117,7 @@ class RankReport(Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     block_bytes: int = 0  # on this rank
     load_s: float = 0.0
+    model: LoadedModel | None = None
     error: ErrorInfo | None = None
 
 

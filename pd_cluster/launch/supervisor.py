@@ -21,7 +21,8 @@ from pd_cluster.clock import Clock, SystemClock
 from pd_cluster.config import ClusterConfig
 from pd_cluster.errors import InvalidRequest, PdClusterError, Unavailable
 from pd_cluster.ids import EngineId, Rank, WorkerId, worker_id
-from pd_cluster.launch.group_life import GroupLife, Issue, KillMembers, StartMembers, TerminateMembers
+from pd_cluster.launch.group_life import GroupLife, Issue, KillMembers, Mismatch, StartMembers, TerminateMembers
+from pd_cluster.launch.group_member import MISMATCH_S
 from pd_cluster.launch.launcher import Launcher, RankHandle
 from pd_cluster.launch.lifecycle import (
     EngineDead,
@@ -317,6 +318,9 @@ class Supervisor:
                         _log_roster(engine.shape.engine_id, action.roster)
                 case Terminate() | Kill() | TerminateMembers() | KillMembers():
                     await self._on_thread(functools.partial(engine.end, action, store))
+                case Mismatch():
+                    name = worker_id(action.engine_id, action.dp_rank)
+                    log.error("dp_rank_refused", worker=name, reason=action.reason, retry_s=MISMATCH_S)
                 case EngineUp() | EngineLost() | EngineDead() | EngineFailed():
                     _log(action)
                     if self._on_event is not None:

@@ -17,7 +17,7 @@ from pd_cluster.launch.heartbeats import STILL_S
 from pd_cluster.launch.launcher import NODE_LOST, RankHandle
 from pd_cluster.launch.lifecycle import EngineDead, EngineEvent, EngineLost, EngineUp
 from pd_cluster.launch.roles import engine_shape
-from pd_cluster.launch.spec import Beat, RankReport, RankSpec, Release
+from pd_cluster.launch.spec import Beat, LoadedModel, RankReport, RankSpec, Release
 from pd_cluster.launch.store import RankStore
 from pd_cluster.launch.supervised import Engine, Seen
 from pd_cluster.launch.supervisor import Supervisor
@@ -28,8 +28,9 @@ BEAT_S = 0.05
 
 
 class FakeRank:
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, model: LoadedModel) -> None:
         self.spec = spec
+        self.model = model
         self.pid = 1000 + spec.rank
         self.code: int | None = None
         self.died_s = 0.0
@@ -42,7 +43,7 @@ class FakeRank:
     def report(self) -> None:
         spec = self.spec
         address = f"{spec.worker_id}@{spec.worker_epoch}" if spec.is_lead else None
-        self.store.report(RankReport(rank=spec.rank, pid=self.pid, control_address=address))
+        self.store.report(RankReport(rank=spec.rank, pid=self.pid, control_address=address, model=self.model))
 
     def poll(self) -> int | None:
         return self.code
@@ -75,6 +76,7 @@ class FakeLauncher:
         self.ranks: list[FakeRank] = []
         self.starts: list[list[str]] = []
         self.late = False
+        self.model = LoadedModel("/models/m", "aa", num_experts=12, expert_slots=12)
         self.errors: list[PdClusterError] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -86,7 +88,7 @@ class FakeLauncher:
         self.gate.wait(10)
         if self.errors:
             raise self.errors.pop()
-        started = [FakeRank(spec) for spec in specs]
+        started = [FakeRank(spec, self.model) for spec in specs]
         self.starts.append([spec.name for spec in specs])
         self.ranks += started
         if not self.late:
@@ -208,6 +210,23 @@ async def test_a_rank_that_is_lost_with_its_node_has_not_died_by_itself() -> Non
         again.die(1)
         await running.until(lambda: running.generation == 4)
         assert running.of(EngineDead)[1:] == [EngineDead(DECODE, again.spec.worker_epoch, frozenset({Rank(1)}))]
+
+
+async def test_a_replacement_that_has_loaded_other_weights_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    async with Running() as running:
+        running.launcher.model = LoadedModel("/models/m", "bb")
+        victim = running.launcher.rank(1)
+        victim.die(-9)
+        await running.until(lambda: any(record.message == "dp_rank_refused" for record in caplog.records))
+        refused = running.launcher.rank(1)
+        assert refused is not victim
+        await running.until(lambda: EngineDead(DECODE, refused.spec.worker_epoch) in running.of(EngineDead))
+        assert running.generation == 1, "no roster has it"
+        assert running.roster(1).members == [0, 2]
+        assert len(running.of(EngineUp)) == 3
+        assert "/models/m has identity bb there, theirs, from /models/m, is aa" in str(
+            [vars(r) for r in caplog.records]
+        )
 
 
 async def test_a_rank_that_stands_still_is_killed_sooner_when_its_peers_wait_for_it() -> None:

@@ -3,16 +3,19 @@
 import itertools
 from collections.abc import Iterable
 
-from pd_cluster.errors import ConfigError, EngineError, Unavailable
+from msgspec import structs
+
+from pd_cluster.errors import ConfigError, EngineError, ModelError, Unavailable
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.group_life import (
     GroupLife,
     Issue,
     KillMembers,
+    Mismatch,
     StartMembers,
     TerminateMembers,
 )
-from pd_cluster.launch.group_member import DESPAIR_S, Stage
+from pd_cluster.launch.group_member import DESPAIR_S, MISMATCH_S, Stage
 from pd_cluster.launch.heartbeats import (
     FIRST_BEAT_S,
     LATELY_S,
@@ -34,7 +37,7 @@ from pd_cluster.launch.lifecycle import (
     EngineUp,
     State,
 )
-from pd_cluster.launch.spec import LEASE_S, Beat, RankReport
+from pd_cluster.launch.spec import LEASE_S, Beat, LoadedModel, RankReport
 from pd_cluster.parallel.roster import Roster
 
 ID = EngineId("decode-0")
@@ -142,6 +145,55 @@ def test_a_replacement_that_takes_too_long_is_killed_and_tried_again_after_growi
     assert life.state is State.READY, "the others serve on"
     life.resize(2)
     assert isinstance(life.tick(now_s)[0], StartMembers), "an operator who asks gets another try at once"
+
+
+def loaded(life: GroupLife, rank: int, weights: str) -> RankReport:
+    model = LoadedModel("/models/m", weights, num_experts=12, expert_slots=5)
+    return structs.replace(report(life, rank), model=model)
+
+
+def test_a_member_that_has_loaded_other_weights_does_not_join_and_the_others_go_on() -> None:
+    life = group(2, tp=2, max_restarts=100)
+    life.tick(0.0)
+    for rank in range(4):
+        life.reported(loaded(life, rank, "aa"), 0.0)
+    assert life.state is State.READY
+    now_s = 1.0
+    life.exited(Rank(2), "died", now_s)
+    life.exited(Rank(3), None, now_s)
+    for pause_s in (0.0, MISMATCH_S, MISMATCH_S):
+        assert life.tick(now_s + pause_s - 0.01) == []
+        (start,) = life.tick(now_s := now_s + pause_s)
+        assert isinstance(start, StartMembers)
+        assert life.reported(loaded(life, 2, "aa"), now_s) == []
+        told, kill = life.reported(loaded(life, 3, "bb"), now_s)
+        assert isinstance(told, Mismatch)
+        assert told.dp_rank == 1
+        assert "/models/m has identity bb there, theirs, from /models/m, is aa" in told.reason
+        assert kill == KillMembers(E(1), start.lives)
+        for rank in (2, 3):
+            life.exited(Rank(rank), None, now_s)
+    assert (life.state, life.generation, life.num_up) == (State.READY, 1, 1)
+    life.tick(now_s := now_s + MISMATCH_S)
+    assert life.reported(loaded(life, 2, "aa"), now_s) == []
+    issue, up = life.reported(loaded(life, 3, "aa"), now_s)
+    assert isinstance(issue, Issue)
+    assert isinstance(up, EngineUp)
+
+
+def test_an_elastic_engine_does_not_start_from_two_models_and_may_start_anew_from_another() -> None:
+    life = group(2)
+    life.tick(0.0)
+    assert life.reported(loaded(life, 1, "aa"), 0.0) == []
+    assert life.reported(loaded(life, 0, "bb"), 0.0) == [KillMembers(E(1), {0: E(2), 1: E(3)})]
+    assert isinstance(life.error, ModelError)
+
+    life = group(1)
+    for number, weights in enumerate(("aa", "bb")):
+        life.tick(float(number))
+        life.reported(loaded(life, 0, weights), float(number))
+        assert life.state is State.READY
+        life.exited(Rank(0), "died", number + 0.5)
 
 
 def test_a_member_that_served_long_is_started_again_at_once() -> None:

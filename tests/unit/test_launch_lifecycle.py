@@ -4,9 +4,10 @@ import itertools
 import signal
 
 import pytest
+from msgspec import structs
 
 from pd_cluster.config import load_config
-from pd_cluster.errors import ConfigError, ErrorInfo, Unavailable
+from pd_cluster.errors import ConfigError, ErrorInfo, ModelError, Unavailable
 from pd_cluster.ids import EngineEpoch, EngineId, Rank
 from pd_cluster.launch.lifecycle import (
     FORGIVEN_S,
@@ -25,7 +26,7 @@ from pd_cluster.launch.lifecycle import (
     describe_exit,
 )
 from pd_cluster.launch.roles import engine_shapes, rank_specs
-from pd_cluster.launch.spec import RankReport
+from pd_cluster.launch.spec import LoadedModel, RankReport
 
 ID = EngineId("decode-0")
 
@@ -141,6 +142,25 @@ def test_a_configuration_error_keeps_its_class_and_is_never_repeated() -> None:
     ]
     assert engine.exited(Rank(0), "exited", 3.0)[-1] == EngineFailed(ID, "kv.num_blocks is too small")
     assert isinstance(engine.error, ConfigError)
+
+
+def test_ranks_that_have_loaded_other_weights_than_each_other_never_serve_together() -> None:
+    def loaded(rank: int, weights: str) -> RankReport:
+        return structs.replace(report(rank), model=LoadedModel("/models/m", weights))
+
+    engine = life()
+    engine.tick(0.0)
+    assert engine.reported(loaded(1, "aa"), 1.0) == []
+    assert engine.reported(loaded(0, "bb"), 1.0) == [Kill(EngineEpoch("e1"))]
+    assert isinstance(engine.error, ModelError)
+    assert "rank 0 has loaded other weights" in engine.error.message
+    assert "/models/m has identity bb there, theirs, from /models/m, is aa" in engine.error.message
+
+    engine = ready(life(num_ranks=1))
+    engine.exited(Rank(0), "died", 0.0)
+    engine.tick(1.0)
+    (up,) = engine.reported(loaded(0, "bb"), 2.0)
+    assert isinstance(up, EngineUp), "an engine that starts anew as a whole may have new weights"
 
 
 def test_a_start_past_its_deadline_names_the_ranks_that_are_missing() -> None:
