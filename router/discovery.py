@@ -11,6 +11,7 @@ from typing import Protocol
 from pd_cluster.errors import ConfigError, Unavailable
 from pd_cluster.log import get_log
 from pd_cluster.rpc.addresses import join_address, resolve, split_address
+from pd_cluster.rpc.security import Security
 
 log = get_log(__name__)
 
@@ -27,6 +28,10 @@ class StaticSource:
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = {join_address(host, _port(port)) for host, port in map(split_address, addresses)}
 
+    @property
+    def hosts(self) -> list[str]:
+        return sorted({split_address(address)[0] for address in self._addresses})
+
     async def addresses(self) -> set[str]:
         return self._addresses
 
@@ -38,11 +43,15 @@ class DnsSource:
         self._host = host
         self._ports = ports
 
+    @property
+    def hosts(self) -> list[str]:
+        return [self._host]
+
     async def addresses(self) -> set[str]:
         return {join_address(address, port) for address in await resolve(self._host) for port in self._ports}
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str) -> StaticSource | DnsSource:
     """`dns:HOST:PORT`, `dns:HOST:FIRST-LAST`, or `static:HOST:PORT,HOST:PORT`. Raises ConfigError."""
     kind, colon, rest = text.partition(":")
     if not colon or kind not in ("dns", "static"):
@@ -55,6 +64,13 @@ def parse_source(text: str) -> Source:
     if not 1 <= len(ports) <= MAX_PORTS:
         raise ConfigError(f"the ports {port} of {host} are no range of 1 to {MAX_PORTS}")
     return DnsSource(host, ports)
+
+
+def check_exposed(sources: Sequence[StaticSource | DnsSource], security: Security) -> None:
+    """Raise ConfigError when control streams to one of them would leave this machine in the clear."""
+    for source in sources:
+        for host in source.hosts:
+            security.check_exposed(host)
 
 
 def _port(text: str) -> int:

@@ -35,9 +35,11 @@ def router(
 
     from pd_cluster.cli.routing import run_router
     from pd_cluster.log import configure_logging
-    from router.discovery import parse_source
+    from pd_cluster.rpc.security import Security
+    from router.discovery import check_exposed, parse_source
 
     sources = [parse_source(text) for text in discover]
+    check_exposed(sources, Security.from_config(resolved.security))  # as a worker does on its side
     configure_logging(log_level, log_format, "router")
     with contextlib.suppress(KeyboardInterrupt):  # being told to stop is how a server ends
         edge.run(run_router(resolved, sources, drain_timeout, Path(socket) if socket else None))

@@ -1,9 +1,12 @@
 """A router finds workers by DNS or a list, and forgets them only when their streams are over too."""
 
 import pytest
+from typer.testing import CliRunner
 
+from pd_cluster.cli.main import app
 from pd_cluster.errors import ConfigError, Unavailable
-from router.discovery import Discovery, DnsSource, StaticSource, parse_source
+from pd_cluster.rpc.security import Security
+from router.discovery import Discovery, DnsSource, StaticSource, check_exposed, parse_source
 
 
 class Pool:
@@ -98,3 +101,16 @@ async def test_sources_are_written_as_text() -> None:
 def test_a_source_that_is_none_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_source(text)
+
+
+@pytest.mark.parametrize("source", ["static:127.0.0.1:7000,10.0.0.1:7000", "dns:workers.example:7000"])
+def test_a_router_dials_nobody_in_the_clear_over_a_network(source: str) -> None:
+    result = CliRunner().invoke(app, ["router", "--discover", source])
+    assert result.exit_code == 2
+    assert "leaves this machine: give it a certificate and a token" in result.stderr
+    check_exposed([parse_source(source)], Security(allow_insecure=True))
+    check_exposed([parse_source(source)], Security(root_certificates="ca.pem", token="secret"))
+
+
+def test_workers_on_this_machine_need_no_certificates() -> None:
+    check_exposed([parse_source("static:127.0.0.1:7000,[::1]:7001"), parse_source("dns:localhost:7000")], Security())
