@@ -105,6 +105,11 @@ class RouterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     admin_key_file: str | None = None
 
     @property
+    def wanted_grpc_port(self) -> int:
+        """0: a free one."""
+        return self.grpc_port if self.grpc_port is not None else self.http_port and self.http_port + 1
+
+    @property
     def client_key(self) -> str | None:
         """What clients must show. Raises ConfigError when its file cannot be read."""
         return self.api_key or read_secret(self.api_key_file)

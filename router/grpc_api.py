@@ -86,7 +86,7 @@ class GrpcApi:
     async def start(self) -> None:
         """Listen. Raises ConfigError when the port is taken or a certificate cannot be read."""
         section = self._section
-        wanted = section.grpc_port if section.grpc_port is not None else section.http_port and section.http_port + 1
+        wanted = section.wanted_grpc_port
         address = join_address(section.host, wanted)
         tls = section.grpc_tls
         security = Security()

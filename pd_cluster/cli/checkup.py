@@ -1,5 +1,6 @@
 """The checks of `pd-cluster doctor`, each really doing what it checks where that takes no harm."""
 
+import errno
 import importlib.metadata
 import os
 import shutil
@@ -62,6 +63,17 @@ def cores_and_memory(config: ClusterConfig) -> tuple[Status, str, str]:
     if num_ranks > num_cores:
         return "warn", detail, "ranks share cores: fine for a try, slow for measurements"
     return "ok", detail, ""
+
+
+def compiler(_: ClusterConfig) -> tuple[Status, str, str]:
+    """Kernels for CPUs are compiled on first use."""
+    from pd_cluster.kernels.native import find_compiler
+
+    found = find_compiler()
+    if found is None:
+        advice = "install gcc or clang (Debian: apt install gcc), or name one by CC: CPU kernels are left out without"
+        return "warn", "no C compiler: ranks on CPUs compute in plain torch, which is slower", advice
+    return "ok", found, ""
 
 
 def gpus(config: ClusterConfig) -> tuple[Status, str, str]:
@@ -170,12 +182,24 @@ def ucx_transports(_: ClusterConfig) -> tuple[Status, str, str]:
 
 
 def http_port(config: ClusterConfig) -> tuple[Status, str, str]:
-    host, port = config.router.host, config.router.http_port
+    return _port(config.router.host, config.router.http_port, "choose another with --http-port or router.http_port")
+
+
+def grpc_port(config: ClusterConfig) -> tuple[Status, str, str]:
+    if not config.router.grpc:
+        return "ok", "router.grpc is off", ""
+    port = config.router.wanted_grpc_port
+    return _port(config.router.host, port, "choose another with router.grpc_port, or another http_port")
+
+
+def _port(host: str, port: int, advice: str) -> tuple[Status, str, str]:
     try:
         with socket.create_server((host, port)):
             return "ok", f"{host}:{port} is free", ""
     except OSError as error:
-        return "fail", f"{host}:{port}: {error.strerror}", "choose another with --http-port or router.http_port"
+        if error.errno == errno.EADDRINUSE:
+            advice = f"is a cluster running here already? `pd-cluster status` says so. Else {advice}"
+        return "fail", f"{host}:{port}: {error.strerror}", advice
 
 
 def model(config: ClusterConfig) -> tuple[Status, str, str]:
@@ -209,12 +233,14 @@ def ray_starts(_: ClusterConfig) -> tuple[Status, str, str]:
 CHECKS: list[Check] = [
     python,
     cores_and_memory,
+    compiler,
     gpus,
     nixl,
     nixl_transfer,
     ucx_transports,
     model,
     http_port,
+    grpc_port,
     ray,
     ray_starts,
 ]

@@ -10,7 +10,7 @@ from pd_cluster.cli import reaching
 from pd_cluster.cli.reaching import reach
 
 if TYPE_CHECKING:
-    from pd_cluster.client import Client
+    from pd_cluster.client import Client, WorkerStatus
 
 LOOK_S = 0.25
 
@@ -27,16 +27,34 @@ def drain(
     tls_key: reaching.TlsKey = None,
     allow_insecure: reaching.AllowInsecure = False,
 ) -> None:
-    """Take a worker out of service without losing a request. It holds for all routers, until the worker restarts."""
+    """Take a worker out of service without losing a request. It holds for all routers, until the worker restarts.
+
+    There is no other way back: restart its pod or its process. Where no other worker of its role is ready, new requests
+    are refused from then on, so add an engine first: `pd-cluster scale` under `serve`, a replica in pods.
+    """
     with reach(address, api_key, tls, tls_roots, tls_certificate, tls_key, allow_insecure) as client:
         workers = [seen.worker_id for seen in client.status().workers if seen.engine_id == worker] or [worker]
         for worker_id in workers:
             drained = client.drain(worker_id)
             sys.stdout.write(f"{worker_id} drains: {drained.num_running} run, {drained.num_waiting} wait\n")
         sys.stdout.flush()
+        for role in _bereft(client.status().workers, set(workers)):
+            sys.stderr.write(
+                f"no other {role} worker is ready: new requests are refused until one is. Undo it by a restart of "
+                f"{worker}, or add an engine: pd-cluster scale {role} N\n"
+            )
         if wait:
             _until_idle(client, set(workers), timeout)
             sys.stdout.write(f"{', '.join(workers)}: nothing is left\n")
+
+
+def _bereft(workers: "list[WorkerStatus]", drained: set[str]) -> list[str]:
+    """Roles that have no ready worker besides those `drained`."""
+    from pd_cluster.client import Health
+
+    roles = {seen.role.value for seen in workers if seen.worker_id in drained}
+    left = {seen.role.value for seen in workers if seen.health is Health.READY and seen.worker_id not in drained}
+    return sorted(roles - left)
 
 
 def _until_idle(client: "Client", workers: set[str], timeout_s: float) -> None:

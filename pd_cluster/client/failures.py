@@ -1,10 +1,15 @@
 """Why a call failed, and whether another router or another try may help."""
 
+import re
+
 import grpc
 from msgspec import Struct
 
 from pd_cluster.errors import PdClusterError, Unavailable
 from pd_cluster.rpc.status import error_of
+
+_NOBODY = re.compile(r"(?:ipv[46]:)?(\S+): Failed to connect to remote host: (.+)$")
+"""How gRPC ends a call for which no connection came about."""
 
 
 class Cause(Struct, frozen=True):
@@ -35,4 +40,9 @@ def cause_of(failure: grpc.RpcError | PdClusterError | None) -> Cause:
     error, said = error_of(failure)
     if error.param is not None:
         error.param = error.param.removeprefix("sampling.")  # as the user gave it
+    nobody = None if said else _NOBODY.search(error.message)
+    if nobody is not None:
+        error = Unavailable(
+            f"no router answers at {nobody[1]} ({nobody[2]}): is one running, and is this the address of its gRPC API?"
+        )
     return Cause(error, failure.code(), said)

@@ -56,9 +56,13 @@ async def test_chat_says_what_went_wrong(system):
     code, out, errors = await run(system, "chat", "--model", "gpt", stdin="hello")
     assert (code, out) == (2, "")
     assert errors.startswith("pd-cluster: the model 'gpt' does not exist")
-    code, _, errors = await run(system, "chat", "--address", "127.0.0.1:1", stdin="hello")
-    assert code == 1
-    assert "connect" in errors.lower()
+
+
+@pytest.mark.parametrize("command", [("chat",), ("status",), ("top", "--once"), ("drain", "decode-0")])
+async def test_an_address_where_nobody_listens_is_said_in_the_same_words_by_all(system, command):
+    code, out, errors = await run(system, *command, "--address", "127.0.0.1:1", stdin="hello")
+    assert (code, out) == (1, "")
+    assert errors.startswith("pd-cluster: no router answers at 127.0.0.1:1 (Connection refused)")
 
 
 class Terminal:
@@ -167,8 +171,9 @@ async def test_rates_are_of_the_window_and_of_the_whole_life_after_a_restart(sys
 
 
 async def test_drain_takes_workers_and_whole_engines_and_waits(system):
-    code, out, _ = await run(system, "drain", "decode-0", "--wait")
+    code, out, errors = await run(system, "drain", "decode-0", "--wait")
     assert code == 0
+    assert errors == ""  # decode-1 goes on
     assert out == "decode-0/0 drains: 0 run, 0 wait\ndecode-0/0: nothing is left\n"
     assert m.Drain in system.workers[1].kinds()
     assert m.Drain not in system.workers[2].kinds()
@@ -187,6 +192,13 @@ async def test_drain_takes_workers_and_whole_engines_and_waits(system):
         code, out, _ = await run(system, "drain", "decode-1/0", "--wait")
         assert "nothing is left" in out
         assert len((await answer).token_ids) == 30  # drained, not cut
+
+
+async def test_draining_the_last_worker_of_a_role_says_what_follows_and_how_to_undo_it(system):
+    code, _, errors = await run(system, "drain", "prefill-0")
+    assert code == 0
+    assert "no other prefill worker is ready: new requests are refused" in errors
+    assert "a restart of prefill-0" in errors
 
 
 async def test_scale_says_who_can(system):

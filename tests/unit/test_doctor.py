@@ -14,7 +14,8 @@ from pd_cluster.config import ClusterConfig, load_config
 def test_a_fit_machine_passes_and_json_lists_every_check() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    result = CliRunner().invoke(app, ["doctor", "--no-ray", "--json", "--set", f"router.http_port={port}"])
+    ports = ["--set", f"router.http_port={port}", "--set", "router.grpc_port=0"]
+    result = CliRunner().invoke(app, ["doctor", "--no-ray", "--json", *ports])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"]
@@ -28,15 +29,17 @@ def test_a_fit_machine_passes_and_json_lists_every_check() -> None:
 def test_a_taken_port_and_an_absent_model_fail_with_advice() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        overrides = [f"router.http_port={port}", "model.path=/no/model"]
+        overrides = [f"router.http_port={port}", f"router.grpc_port={port}", "model.path=/no/model"]
         result = CliRunner().invoke(
             app, ["doctor", "--no-ray", *(part for override in overrides for part in ("--set", override))]
         )
     assert result.exit_code == 1
-    assert f"127.0.0.1:{port}: Address already in use" in result.stdout
+    assert result.stdout.count(f"127.0.0.1:{port}: Address already in use") == 2
     assert "choose another with --http-port" in result.stdout
+    assert "choose another with router.grpc_port" in result.stdout
+    assert "is a cluster running here already?" in result.stdout
     assert "there is no model at /no/model" in result.stdout
-    assert "2 of 9 checks failed" in result.stdout
+    assert "3 of 11 checks failed" in result.stdout
 
 
 def test_more_ranks_than_cores_is_a_warning_only() -> None:
@@ -65,3 +68,19 @@ def test_a_transfer_that_changes_bytes_is_noticed(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(NixlBackend, "post", corrupt)
     assert checkup.examine(checkup.nixl_transfer, load_config()).status == "fail"
+
+
+def test_a_machine_without_a_compiler_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    finding = checkup.examine(checkup.compiler, load_config())
+    assert finding.status == "warn"
+    assert "install gcc or clang" in finding.advice
+
+
+def test_the_grpc_port_follows_http_and_is_not_looked_at_when_off() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        before = load_config(overrides=[f"router.http_port={taken.getsockname()[1] - 1}"])
+        assert checkup.examine(checkup.grpc_port, before).status == "fail"
+        off = load_config(overrides=[f"router.grpc_port={taken.getsockname()[1]}", "router.grpc=false"])
+        assert checkup.examine(checkup.grpc_port, off).status == "ok"
