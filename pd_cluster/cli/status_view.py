@@ -54,7 +54,7 @@ def view(moment: Moment, width: int = WIDE, layers: int = 3) -> RenderableType:
     now = moment.now
     workers = sorted(now.workers, key=lambda w: (ROLES.index(w.role), w.engine_id, w.dp_rank))
     table = _workers(workers) if width >= WIDE else _workers_in_short(workers)
-    parts: list[RenderableType] = [_head(now), _rates(moment), "", table]
+    parts: list[RenderableType] = [_head(now), _rates(moment, width), "", table]
     if now.engines:
         parts += ["", *map(members, now.engines)]
     if now.placements:
@@ -71,19 +71,36 @@ def _head(now: ClusterStatus) -> Text:
     )
 
 
-def _rates(moment: Moment) -> Text:
+def _rates(moment: Moment, width: int) -> Text:
     phases, totals = moment.now.phases, moment.now.totals
     ttft_s, itl_s = moment.mean_s("ttft"), moment.mean_s("itl")
     latency = ", ".join(
         f"{name} {milliseconds(value)}" for name, value in (("TTFT", ttft_s), ("TPOT", itl_s)) if value is not None
     )
-    return Text(
+    requests = [
         f"requests: {phases.queued} queued, {phases.prefilling} prefilling, {phases.transferring} transferring, "
-        f"{phases.decoding} decoding; {totals.num_requests} done, {totals.num_retries} retries\n"
+        f"{phases.decoding} decoding",
+        f"{totals.num_requests} done, {totals.num_retries} retries",
+    ]
+    tokens = [
         f"tokens: {moment.rate('num_output_tokens'):.1f}/s out, {moment.rate('num_prompt_tokens'):.1f}/s in, "
-        f"{_cached(totals)} cached; KV moved {moment.rate('kv_transfer_bytes') / 1e6:.1f} MB/s"
-        + (f"; {latency}" if latency else "")
-    )
+        f"{_cached(totals)} cached",
+        f"KV moved {moment.rate('kv_transfer_bytes') / 1e6:.1f} MB/s",
+        *([latency] if latency else []),
+    ]
+    return Text("\n".join([*lines(requests, width), *lines(tokens, width)]))
+
+
+def lines(parts: list[str], width: int) -> list[str]:
+    """Of at most `width` columns, with whole parts; those of one line have a semicolon between."""
+    filled = parts[:1]
+    for part in parts[1:]:
+        longer = f"{filled[-1]}; {part}"
+        if len(longer) <= width:
+            filled[-1] = longer
+        else:
+            filled.append(f"  {part}")
+    return filled
 
 
 def _cached(totals: Totals) -> str:

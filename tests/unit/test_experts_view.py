@@ -181,7 +181,19 @@ async def test_wide_numbers_still_fit_80_columns(system: System) -> None:
         )
         for index, worker in enumerate(status.workers)
     ]
-    shown = printed(msgspec.structs.replace(status, workers=workers))
+    totals = msgspec.structs.replace(
+        status.totals,
+        num_requests=123_456,
+        num_output_tokens=10**9,
+        num_prompt_tokens=10**9,
+        kv_transfer_bytes=10**13,
+        ttft_count=1,
+        ttft_sum_s=1.25,
+        itl_count=1,
+        itl_sum_s=0.02,
+    )
+    shown = printed(msgspec.structs.replace(status, workers=workers, totals=totals))
+    assert any(re.match(r"  (KV moved .*; )?TTFT 1.25 s, TPOT 20.0 ms$", line) for line in shown), shown  # in one piece
     assert max(map(cell_len, shown)) <= 80
     assert sum(line.startswith("colocated-1") and "123k/s" in line for line in shown) == 3
 
