@@ -75,7 +75,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
 class KvFingerprint(Struct, frozen=True, kw_only=True):
     """What must be equal on both sides of a handoff; TP degree, heads held and block size may differ."""
 
-    weights: str  # identity of the checkpoint: digest of its config and of its tensors' names, shapes and sizes
+    weights: str  # identity of the checkpoint: digest of its config and tensors, see `WeightSource`
     kind: str
     num_layers: int
     num_kv_heads: int

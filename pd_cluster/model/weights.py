@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class WeightSource(Protocol):
-    identity: str  # digest of the config and of every tensor's name, shape and size: equal checkpoints, equal digest
+    identity: str
+    """Digest of the config, of every tensor's name, shape and size, and of bytes from their middles: equal checkpoints,
+    equal digest.
+    """
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""

@@ -16,7 +16,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.checkpoint import SafetensorsSource
 from pd_cluster.model.fp8 import block_range, dequantize_blocks
 from pd_cluster.model.hf_config import read_config
-from pd_cluster.model.shards import checkpoint_dtype, read_shards
+from pd_cluster.model.shards import checkpoint_dtype, read_header, read_shards
 from pd_cluster.model.source import open_model
 from pd_cluster.model.tensors import num_parameters, tensor_shapes
 
@@ -128,6 +128,20 @@ def test_identity_tells_models_and_fine_tunes_apart(tmp_path: Path) -> None:
     tuned = tmp_path / "llama" / "model.safetensors"
     save_file({key: value * 1.01 for key, value in load_file(tuned).items()}, tuned)
     assert opened(tmp_path / "llama").identity != opened(CHECKPOINTS / "llama").identity
+
+
+def test_identity_tells_a_tensor_that_was_changed_whichever_it_is(tmp_path: Path) -> None:
+    directory = copied("llama", tmp_path)
+    path, identities = directory / "model.safetensors", set()
+    whole = path.read_bytes()
+    entries = read_header(path)
+    for entry in entries.values():
+        damaged = bytearray(whole)
+        for at in range(entry.start, entry.start + entry.num_bytes, 97):
+            damaged[at] ^= 0x55
+        path.write_bytes(damaged)
+        identities.add(opened(directory).identity)
+    assert len(identities) == len(entries)
 
 
 def test_only_the_model_s_own_file_is_loaded() -> None:
