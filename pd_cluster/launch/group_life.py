@@ -140,6 +140,17 @@ class GroupLife(Life):
             return 1
         return min(len(self.members), -(-model.num_experts // (model.expert_slots * self.tensor_parallel)))
 
+    def does_not_fit(self, num_members: int) -> str | None:
+        """Why so few members cannot hold all experts, if they cannot."""
+        model, num_ranks = self.model, num_members * self.tensor_parallel
+        if model is None or num_members >= self.least_members:
+            return None
+        return (
+            f"{model.num_experts} experts do not fit {num_ranks} rank{'s' if num_ranks > 1 else ''} with "
+            f"expert_slots_per_rank {model.expert_slots}: each would need {-(-model.num_experts // num_ranks)}; as it was started the engine needs at least "
+            f"{self.least_members * self.tensor_parallel} ranks"
+        )
+
     @property
     def settled(self) -> bool:
         """Whether as many members serve as shall, and nobody is on the way in or out."""

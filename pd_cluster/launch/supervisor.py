@@ -179,12 +179,14 @@ class Supervisor:
     async def resize(self, engine_id: EngineId, num_members: int) -> None:
         """Let so many DP ranks of an elastic engine serve; returns when they do, which may take as long as a start.
 
-        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go, and
-        Unavailable when the engine has ended for good.
+        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go; before
+        anything moves, when the experts do not fit. Raises Unavailable when the engine has ended for good.
         """
         engine = self.engines[engine_id]
         assert isinstance(engine.life, GroupLife)
         life = engine.life
+        if (reason := life.does_not_fit(num_members)) is not None:
+            raise InvalidRequest(f"{engine_id} keeps its {life.num_wanted} DP ranks: {reason}", param="ranks")
         life.resize(num_members)
 
         def ended() -> bool:

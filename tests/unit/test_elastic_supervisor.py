@@ -224,9 +224,8 @@ async def test_a_replacement_that_has_loaded_other_weights_is_refused_by_name(ca
         assert running.generation == 1, "no roster has it"
         assert running.roster(1).members == [0, 2]
         assert len(running.of(EngineUp)) == 3
-        assert "/models/m has identity bb there, theirs, from /models/m, is aa" in str(
-            [vars(r) for r in caplog.records]
-        )
+        said = str([vars(record) for record in caplog.records])
+        assert "/models/m has identity bb there, theirs, from /models/m, is aa" in said
 
 
 async def test_a_rank_that_stands_still_is_killed_sooner_when_its_peers_wait_for_it() -> None:
@@ -335,6 +334,23 @@ async def test_a_shrink_ends_members_once_the_group_lets_them_go_and_a_grow_brin
         await asyncio.wait_for(running.supervisor.resize(DECODE, 3), 20)
         assert running.roster(running.generation).members == [0, 1, 2]
         assert running.launcher.starts[1:] == [["decode-0.1", "decode-0.2"]]
+
+
+async def test_a_shrink_whose_experts_cannot_fit_is_refused_before_anybody_leaves() -> None:
+    running = Running()
+    running.launcher.model = LoadedModel("/models/m", "aa", num_experts=12, expert_slots=7)
+    async with running:
+        with pytest.raises(InvalidRequest) as refused:
+            await running.supervisor.resize(DECODE, 1)
+        assert refused.value.message == (
+            "decode-0 keeps its 3 DP ranks: 12 experts do not fit 1 rank with expert_slots_per_rank 7: each would "
+            "need 12; as it was started the engine needs at least 2 ranks"
+        )
+        shrinking = asyncio.create_task(running.supervisor.resize(DECODE, 2))
+        await running.until(lambda: running.generation > 0)
+        assert running.roster(1).leaving == {2}, "the first roster after the start is that of the shrink that fits"
+        running.launcher.rank(0).store.release(Release(1))
+        await asyncio.wait_for(shrinking, 20)
 
 
 async def test_a_refused_shrink_says_why_and_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
+import pytest
 from msgspec import structs
 
 from pd_cluster.errors import ConfigError, EngineError, ModelError, Unavailable
@@ -194,6 +195,25 @@ def test_an_elastic_engine_does_not_start_from_two_models_and_may_start_anew_fro
         life.reported(loaded(life, 0, weights), float(number))
         assert life.state is State.READY
         life.exited(Rank(0), "died", number + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "experts", "slots", "least"),
+    [(4, 1, 12, 3, 4), (4, 1, 12, 4, 3), (4, 1, 12, 5, 3), (4, 2, 12, 3, 2), (4, 1, 12, 12, 1), (4, 1, 0, 0, 1)],
+)
+def test_the_least_size_is_what_has_room_for_all_experts(
+    dp: int, tp: int, experts: int, slots: int, least: int
+) -> None:
+    life = group(dp, tp)
+    assert life.least_members == 1, "nothing is known yet"
+    life.tick(0.0)
+    model = LoadedModel("/models/m", "aa", num_experts=experts, expert_slots=slots)
+    for rank in range(dp * tp):
+        life.reported(structs.replace(report(life, rank), model=model), 0.0)
+    assert life.least_members == least
+    assert life.does_not_fit(least) is None
+    if least > 1:
+        assert f"{experts} experts do not fit {(least - 1) * tp} ranks" in (life.does_not_fit(least - 1) or "")
 
 
 def test_a_member_that_served_long_is_started_again_at_once() -> None:
