@@ -2,7 +2,7 @@
 
 The engine grows when its DP ranks have been fuller than `high` for a while, or requests have waited for room that long,
 and shrinks when they have been emptier than `low` and fewer would still be well below `high`. Either way it goes at
-once to the number that leaves them in the middle of the two.
+once to the number that leaves them in the middle of the two, or that has room for all experts.
 """
 
 import asyncio
@@ -45,16 +45,21 @@ class Policy:
         self._since_s: float | None = None  # when the load became what it is
         self._was = 0  # 1: high, -1: low
         self._not_before_s = -math.inf
+        self._taught = 0  # by refusals since it grew last: fewer will not do
+        self._latest = 0, 0  # from how many DP ranks it decided to go to how many
 
-    def decide(self, loads: Sequence[RankLoad], now_s: float) -> int | None:
-        """The loads of the DP ranks that serve; how many shall, when that is another number."""
+    def decide(self, loads: Sequence[RankLoad], now_s: float, least: int = 1) -> int | None:
+        """The loads of the DP ranks that serve, and how many have room for all experts; how many shall serve, when that
+        is another number.
+        """
         num_members = len(loads)
         if not num_members:
             return None
         usage = sum(load.usage for load in loads) / num_members
         waits = any(load.num_waiting for load in loads)
         middle = (self._section.low + self._section.high) / 2
-        wanted = max(self.least, min(self._max, math.ceil(num_members * usage / middle)))
+        least = min(self._max, max(self.least, least, self._taught))
+        wanted = max(least, min(self._max, math.ceil(num_members * usage / middle)))
         is_now = 0
         if usage > self._section.high or waits:
             wanted = min(self._max, max(wanted, num_members + 1))
@@ -67,6 +72,9 @@ class Policy:
         if not is_now or now_s - self._since_s < self._section.hold_s or now_s < self._not_before_s:
             return None
         self.forget()
+        self._latest = num_members, wanted
+        if wanted > num_members:
+            self._taught = 0
         return wanted
 
     def forget(self) -> None:
@@ -74,8 +82,11 @@ class Policy:
         self._was, self._since_s = 0, None
 
     def refused(self, now_s: float) -> None:
-        """The change that was decided last could not be made."""
+        """The change that was decided last could not be made; after a shrink the next one goes less far."""
         self.forget()
+        before, wanted = self._latest
+        if wanted < before:
+            self._taught = wanted + 1
         self._not_before_s = now_s + REFUSED_FACTOR * self._section.hold_s
 
 
@@ -136,7 +147,9 @@ class Autoscaler:
                 continue
             workers = [worker for worker in self._directory.workers if worker.info.engine_id == engine_id]
             loads = [load_of(worker) for worker in workers if worker.is_ready]
-            wanted = policy.decide(loads, self._clock.now_s()) if len(loads) == life.num_wanted else None
+            if len(loads) != life.num_wanted:
+                continue
+            wanted = policy.decide(loads, self._clock.now_s(), life.least_members)
             if wanted is not None:
                 log.info("autoscale", engine=engine_id, members=len(loads), wanted=wanted)
                 task = asyncio.create_task(self._change(engine_id, wanted, policy))

@@ -64,7 +64,27 @@ def test_after_a_change_or_a_refusal_it_waits_again() -> None:
     policy.refused(111.0)
     assert policy.decide(loads(0.1, 4), 112.0) is None
     assert policy.decide(loads(0.1, 4), 110.0 + REFUSED_FACTOR * 10) is None
-    assert policy.decide(loads(0.1, 4), 111.0 + REFUSED_FACTOR * 10) == 1
+    assert policy.decide(loads(0.1, 4), 111.0 + REFUSED_FACTOR * 10) == 2, "not what was refused"
+
+
+def test_it_shrinks_to_what_has_room_for_all_experts_and_learns_the_rest_from_refusals() -> None:
+    policy, now_s = Policy(SECTION, 8, 1), 0.0
+
+    def decided(usage: float, count: int, least: int = 1) -> int | None:
+        nonlocal now_s
+        now_s += 1000.0
+        policy.decide(loads(usage, count), now_s, least)
+        return policy.decide(loads(usage, count), now_s + 10.0, least)
+
+    assert decided(0.0, 8, least=3) == 3
+    assert decided(0.0, 3, least=3) is None, "an idle engine of the least size stays"
+    for wanted in (1, 2, 3):
+        assert decided(0.0, 4) == wanted
+        policy.refused(now_s)
+    assert decided(0.0, 4) is None
+    assert decided(0.9, 4) == 8
+    policy.refused(now_s)
+    assert decided(0.0, 4) == 1, "it has grown, or wanted to: things are no longer as they were"
 
 
 def test_there_are_never_fewer_than_asked_for() -> None:
