@@ -177,7 +177,7 @@ class EpochHub:
             reason=answer.reason,
         )
         if not answer.stages:
-            self.stats.last_reason = answer.reason
+            self._note_refusal(answer.reason)
         elif answer.predicted is not None:
             self.stats.predicted = answer.predicted
         self._stages.extend(answer.stages)
@@ -199,6 +199,7 @@ class EpochHub:
                 await work
             except PdClusterError as error:
                 self._planning = None
+                self._note_refusal(error.message)
                 self._give_up(error)
             else:
                 self._planning = None
@@ -298,6 +299,11 @@ class EpochHub:
             self._give_up(EngineError(f"the placement of experts could not be changed: {decision.reason}"))
         else:
             self._settled()
+
+    def _note_refusal(self, reason: str) -> None:
+        """A change that no stage was begun for; one that was is counted when it is abandoned."""
+        self.stats.num_abandoned += 1
+        self.stats.last_reason = reason
 
     def _give_up(self, error: PdClusterError) -> None:
         self.stats.last_reason = error.message

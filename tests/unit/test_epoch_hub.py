@@ -3,32 +3,39 @@
 import asyncio
 
 import msgspec
+import numpy as np
 
 from pd_cluster.clock import FakeClock
 from pd_cluster.engine.epoch_hub import EpochHub
-from pd_cluster.engine.epoch_messages import EpochStats, Prepare, Standing, decode_order, decode_stage, encode
+from pd_cluster.engine.epoch_messages import EpochStats, Loads, Prepare, Standing, decode_order, decode_stage, encode
+from pd_cluster.engine.planning import Planner
 from pd_cluster.ids import Rank
+from pd_cluster.parallel.load_window import TriggerPolicy
 from pd_cluster.parallel.placement import Placement, spread
-from pd_cluster.parallel.planner import Stage
+from pd_cluster.parallel.planner import Answer, Question, Stage
 from pd_cluster.parallel.stages import missing
 
 NUM_EXPERTS, NUM_RANKS, SLOTS = 4, 3, 4
 
 
 class Made:
-    def __init__(self, placement: Placement) -> None:
+    def __init__(
+        self, placement: Placement, *, policy: TriggerPolicy | None = None, planner: Planner | None = None
+    ) -> None:
+        self.clock = FakeClock()
         self.orders: asyncio.Queue[Prepare] = asyncio.Queue()
         self.failures: asyncio.Queue[Exception] = asyncio.Queue()
         self.hub = EpochHub(
             Stage(placement, [{}]),
             tensor_parallel=1,
             expert_bytes=1,
-            clock=FakeClock(),
+            clock=self.clock,
             order=lambda payload: self.orders.put_nowait(decode_order(payload)),
             nudge=lambda: None,
             stats=EpochStats(),
             on_failure=self.failures.put_nowait,
-            policy=None,
+            policy=policy,
+            planner=planner,
         )
 
 
@@ -83,5 +90,24 @@ async def test_where_no_member_has_experts_the_engine_ends_by_name() -> None:
     async with asyncio.timeout(10):
         error = await made.failures.get()
     assert "cannot be brought back: no member has any of them" in str(error)
+    assert made.orders.empty()
+    made.hub.close()
+
+
+class Unwilling(Planner):
+    """Sees uneven ranks, and no change that is worth it."""
+
+    async def ask(self, question: Question) -> Answer:
+        return Answer(ratio=2.0) if question.kind == "look" else Answer(reason="it gains too little")
+
+
+async def test_a_change_that_is_refused_counts_as_given_up_when_its_reason_is_told() -> None:
+    made = Made(placed(8, 0), policy=TriggerPolicy(sustain_s=0.0), planner=Unwilling())
+    made.clock.advance(60.0)
+    made.hub.on_report(encode(Loads(Rank(0), "life", np.ones((1, NUM_EXPERTS), np.int64).tobytes())))
+    async with asyncio.timeout(10):
+        while not made.hub.is_idle:  # noqa: ASYNC110 (its plan is a task of its own)
+            await asyncio.sleep(0)
+    assert (made.hub.stats.num_abandoned, made.hub.stats.last_reason) == (1, "it gains too little")
     assert made.orders.empty()
     made.hub.close()
