@@ -1,9 +1,13 @@
-# make demo   install what is needed and watch a small cluster answer
-# make check  lint, types, import contract, gRPC API and its stubs
-# make test   all tests
-# make bench  measure this machine
-# make losses lose members of an elastic group many times, and measure what it costs
-# make gpu    run the GPU kernels' numerics and measure them against the card
+# make demo      install what is needed and watch a small cluster answer
+# make venv      .venv with everything that development needs, pinned
+# make check     lint, types, import contract, gRPC API and its stubs
+# make format    ruff's fixes and formatting
+# make test      all tests
+# make security  look at the chart's objects and the image with checkov
+# make bench     measure this machine
+# make losses    lose members of an elastic group many times, and measure what it costs
+# make gpu       run the GPU kernels' numerics and measure them against the card
+# make clean     remove .venv, builds and caches
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Another build of torch (CPU only, another CUDA): the URL of an index that carries it
@@ -16,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help venv demo check format test security losses bench gpu clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -6
+	@sed -n 's/^# //p' Makefile | head -10
 
 venv: $(VENV)/.dev
 
