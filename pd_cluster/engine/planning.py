@@ -1,7 +1,13 @@
-"""The process that plans placements for an engine: started when first asked, ended with its engine."""
+"""The process that plans placements for an engine: started when first asked, ended with its engine.
+
+An engine that is killed closes the pipes: its planning process then ends at its next read or write, without a word.
+"""
 
 import asyncio
 import contextlib
+import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -9,7 +15,7 @@ import threading
 import msgspec
 
 from pd_cluster.errors import EngineError
-from pd_cluster.parallel.planner import Answer, Question, answer
+from pd_cluster.parallel.planner import NICENESS, Answer, Question, answer, serve
 
 TIMEOUT_S = 60.0
 
@@ -41,7 +47,7 @@ class Planner:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "pd_cluster.parallel.planner"],
+                    [sys.executable, "-m", "pd_cluster.engine.planning"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                 )
@@ -67,3 +73,20 @@ class Planner:
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # it flushes what could not be written before
                         pipe.close()
+
+
+def main() -> None:
+    """Answer questions on stdin until there are no more, or nobody is left who asks."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # an answer that nobody takes ends the process
+    os.nice(NICENESS)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except msgspec.DecodeError:
+        asking = select.poll()
+        asking.register(sys.stdin, 0)
+        if not asking.poll(0):  # else its end was cut off with whoever asked
+            raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,8 @@
 """Questions about placements, and the process that answers them."""
 
+import subprocess
+import sys
+
 import msgspec
 import numpy as np
 import pytest
@@ -173,6 +176,30 @@ def test_weights_name_only_experts_with_several_copies() -> None:
     for layer, shares_E in enumerate(all_weights(asked.placement, some)):
         assert [len(shares) for shares in shares_E] == [len(c) for c in asked.placement.copies(layer)]
         assert all(sum(shares) == pytest.approx(1) for shares in shares_E)
+
+
+@pytest.mark.parametrize("num_bytes", [None, 1000, 5])
+def test_the_process_of_a_hub_that_was_killed_ends_without_a_word(num_bytes: int | None) -> None:
+    """After a whole question, and in the middle of one."""
+    body = msgspec.msgpack.encode(question())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pd_cluster.engine.planning"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        process.stdout.close()
+        process.stdin.write((len(body).to_bytes(8, "big") + body)[:num_bytes])
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 async def test_the_process_answers_as_the_function_does_and_is_replaced_when_it_died(
