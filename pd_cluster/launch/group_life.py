@@ -145,9 +145,10 @@ class GroupLife(Life):
         model, num_ranks = self.model, num_members * self.tensor_parallel
         if model is None or num_members >= self.least_members:
             return None
+        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         return (
-            f"{model.num_experts} experts do not fit {num_ranks} rank{'s' if num_ranks > 1 else ''} with "
-            f"expert_slots_per_rank {model.expert_slots}: each would need {-(-model.num_experts // num_ranks)}; as it was started the engine needs at least "
+            f"{model.num_experts} experts do not fit {ranks} with expert_slots_per_rank {model.expert_slots}: each "
+            f"would need {-(-model.num_experts // num_ranks)}; as it was started the engine needs at least "
             f"{self.least_members * self.tensor_parallel} ranks"
         )
 

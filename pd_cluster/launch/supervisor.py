@@ -179,8 +179,8 @@ class Supervisor:
     async def resize(self, engine_id: EngineId, num_members: int) -> None:
         """Let so many DP ranks of an elastic engine serve; returns when they do, which may take as long as a start.
 
-        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go; before
-        anything moves, when the experts do not fit. Raises Unavailable when the engine has ended for good.
+        Raises InvalidRequest, with the engine as it was, when the others cannot do without those that were to go, which
+        it says before anything moves when experts cannot fit. Raises Unavailable when the engine has ended for good.
         """
         engine = self.engines[engine_id]
         assert isinstance(engine.life, GroupLife)
