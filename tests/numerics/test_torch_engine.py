@@ -125,6 +125,9 @@ def test_blocks_are_measured_when_their_number_is_not_given() -> None:
 def test_a_context_or_placement_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="64 does not fit: a rank has room for 48"):
         small(num_blocks=3, max_model_len=64)
+    for longest, message in ((-1, "at least 1, got -1"), (1 << 30, "exceeds the model's context")):
+        with pytest.raises(ConfigError, match=message):
+            small(num_blocks=None, max_model_len=longest)  # before anything is measured
     with pytest.raises(ConfigError, match="the placement is for 2 ranks, the engine has 1"):
         small("mixtral", placement=spread(8, 2, 3))
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts"):
