@@ -199,7 +199,8 @@ def _port(host: str, port: int, advice: str) -> tuple[Status, str, str]:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             advice = f"is a cluster running here already? `pd-cluster status` says so. Else {advice}"
-        return "fail", f"{host}:{port}: {error.strerror}", advice
+        reason = str(error.strerror).partition(" (")[0]  # Python appends the address
+        return "fail", f"{host}:{port}: {reason}", advice
 
 
 def model(config: ClusterConfig) -> tuple[Status, str, str]:
