@@ -20,17 +20,18 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class SafetensorsSource:
-    """A `WeightSource` over `directory`. A file is mapped when it is first read, until `close`."""
+    """A `WeightSource` over `directory`. A file is mapped when it is first read, until `close`; one that was replaced
+    before that, by another of other weights, is refused: they are not those that `identity` names.
+    """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         self._directory = directory
         self._fp8_block = config.fp8_block
-        # layers past the last one are multi-token-prediction modules, which plain decoding does not use
-        self._entries = {
-            name: entry for name, entry in read_shards(directory).items() if _layer(name) < config.num_layers
-        }
+        self._config = config
+        self._entries = self._read_entries()
+        self._stamps = {file: _stamp(file) for file in {entry.file for entry in self._entries.values()}}
         self._files: dict[Path, Any] = {}
-        self.identity = digest_shards(self._entries, msgspec.json.encode(config))
+        self.identity = self._identify(self._entries)
 
     def has(self, name: str) -> bool:
         return name in self._entries
@@ -60,6 +61,14 @@ class SafetensorsSource:
     def close(self) -> None:
         """Unmap the files; the tensors read so far stay valid."""
         self._files.clear()
+
+    def _read_entries(self) -> dict[str, TensorEntry]:
+        # layers past the last one are multi-token-prediction modules, which plain decoding does not use
+        num_layers = self._config.num_layers
+        return {name: entry for name, entry in read_shards(self._directory).items() if _layer(name) < num_layers}
+
+    def _identify(self, entries: dict[str, TensorEntry]) -> str:
+        return digest_shards(entries, msgspec.json.encode(self._config))
 
     def _read_fp8(
         self, name: str, entry: TensorEntry, dtype: torch.dtype, rows: Range, cols: Range, block: tuple[int, int]
@@ -94,8 +103,24 @@ class SafetensorsSource:
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:
-            self._files[file] = safe_open(file, framework="pt", device="cpu")
+            try:
+                opened = safe_open(file, framework="pt", device="cpu")
+                changed = _stamp(file) != self._stamps[file] and self._identify(self._read_entries()) != self.identity
+            except OSError as error:
+                raise ModelError(f"cannot read {file}: {error.strerror or error}") from error
+            if changed:
+                raise ModelError(
+                    f"{file} was replaced or changed since this rank started: put back what was there, or restart the "
+                    "engine for all of its ranks to load the new weights"
+                )
+            self._files[file] = opened
         return self._files[file]
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    """What changes when a file is replaced or written to."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _layer(name: str) -> int:

@@ -144,6 +144,24 @@ def test_identity_tells_a_tensor_that_was_changed_whichever_it_is(tmp_path: Path
     assert len(identities) == len(entries)
 
 
+def test_a_file_that_was_replaced_since_its_header_was_read_is_not_read(tmp_path: Path) -> None:
+    directory = copied("llama", tmp_path)
+    path = directory / "model.safetensors"
+    before, mapped, renewed = opened(directory), opened(directory), opened(directory)
+    whole = mapped.read(DOWN, (64, 160), torch.float32)
+    shutil.copy(path, tmp_path / "same.safetensors")
+    (tmp_path / "same.safetensors").rename(path)
+    assert torch.equal(renewed.read(DOWN, (64, 160), torch.float32), whole), "the same weights again"
+    save_file({key: value * 1.01 for key, value in load_file(path).items()}, tmp_path / "other.safetensors")
+    (tmp_path / "other.safetensors").rename(path)
+    with pytest.raises(ModelError, match=r"model\.safetensors was replaced or changed since this rank started"):
+        before.read(DOWN, (64, 160), torch.float32)
+    assert torch.equal(mapped.read(DOWN, (64, 160), torch.float32), whole), "what is mapped stays"
+    path.unlink()
+    with pytest.raises(ModelError, match="cannot read"):
+        before.read(DOWN, (64, 160), torch.float32)
+
+
 def test_only_the_model_s_own_file_is_loaded() -> None:
     directory = CHECKPOINTS / "llama"
     assert (directory / "reference.safetensors").is_file()
