@@ -15,7 +15,7 @@ from pd_cluster.devices import visible_gpus
 from pd_cluster.env import RAY_VARIABLES
 from pd_cluster.errors import ConfigError
 from pd_cluster.ids import EngineEpoch
-from pd_cluster.launch import ray as ray_launcher
+from pd_cluster.launch import ray_places
 from pd_cluster.launch.launcher import RankHandle
 from pd_cluster.launch.process import ProcessLauncher
 from pd_cluster.launch.ray import RayLauncher
@@ -103,7 +103,7 @@ def test_gpus_that_this_torch_cannot_use_are_not_dealt_out(monkeypatch: pytest.M
 def test_ray_gives_each_rank_a_gpu_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("PLACE_TIMEOUT_S", "REPLACE_TIMEOUT_S"):  # a busy machine may take longer
-        monkeypatch.setattr(ray_launcher, name, 60.0)
+        monkeypatch.setattr(ray_places, name, 60.0)
     for name, value in RAY_VARIABLES.items():
         monkeypatch.setenv(name, value)
     ray.init("local", num_gpus=3, num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="pd-cluster")
