@@ -29,7 +29,7 @@ def prompt_of(number: int, length: int = 32) -> list[int]:
 
 
 def elastic(**values: Any) -> ClusterConfig:
-    return config_of("demo", launch__max_restarts=1000, **ELASTIC | values)
+    return config_of(values.pop("model", "demo"), launch__max_restarts=1000, **ELASTIC | values)
 
 
 class Streams:
