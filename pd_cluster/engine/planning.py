@@ -1,5 +1,7 @@
 """The process that plans placements for an engine: started when first asked, ended with its engine.
 
+Planning is Python and takes milliseconds to seconds, during which it would take the interpreter from the thread that
+computes steps. The process reads questions on stdin, each a length and msgpack, and answers in the same form on stdout.
 An engine that is killed closes the pipes: its planning process then ends at its next read or write, without a word.
 """
 
@@ -11,16 +13,19 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import BinaryIO
 
 import msgspec
 
 from pd_cluster.errors import EngineError
-from pd_cluster.parallel.planner import NICENESS, Answer, Question, answer, serve
+from pd_cluster.parallel.planner import Answer, Question, answer
 
 TIMEOUT_S = 60.0
+NICENESS = 10
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Answer).decode
+_decode_question = msgspec.msgpack.Decoder(Question).decode
 
 
 class Planner:
@@ -73,6 +78,14 @@ class Planner:
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # it flushes what could not be written before
                         pipe.close()
+
+
+def serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    """Until there are no more."""
+    while size := questions.read(8):
+        body = _encode(answer(_decode_question(questions.read(int.from_bytes(size, "big")))))
+        answers.write(len(body).to_bytes(8, "big") + body)
+        answers.flush()
 
 
 def main() -> None:

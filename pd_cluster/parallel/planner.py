@@ -1,16 +1,12 @@
 """What an engine's hub asks when expert loads, or its ranks, have changed, and the answer: the stages to pass through.
 
-Planning is Python and takes milliseconds to seconds, during which it would take the interpreter from the thread that
-computes steps. So it may run in a process of its own: `python -m pd_cluster.parallel.planner` answers questions, each a
-length and msgpack on stdin, in the same form on stdout, until stdin ends.
+Pure, and the same in every process: `engine/planning.py` asks one of its own, and leaves the interpreter to the steps.
 """
 
 # L MoE layers, E experts
 
-import os
-import sys
 from collections.abc import Sequence
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -30,8 +26,6 @@ Weights = list[dict[ExpertId, list[float]]]
 
 MAX_LOADS_PER_RANK = 8
 """Of one stage while steps run: stages stay short, so that a rank that fails costs little."""
-
-NICENESS = 10
 
 
 class Question(Struct, frozen=True, kw_only=True, array_like=True):
@@ -87,7 +81,7 @@ def best_weights(placement: Placement, loads_LE: Ints) -> Weights:
 
 
 def answer(question: Question) -> Answer:
-    """Pure, and the same in every process."""
+    """Errors are part of it: nothing is raised for what does not fit."""
     current = question.placement
     loads_LE = np.frombuffer(question.loads, np.int64).reshape(len(current.layers), current.num_experts)
     trigger = Trigger(question.policy)
@@ -181,16 +175,3 @@ def _wanted(question: Question, loads_LE: Ints, max_moves: int | None = None) ->
 
 def _names(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
-
-
-def serve(questions: BinaryIO, answers: BinaryIO) -> None:
-    decode, encode = msgspec.msgpack.Decoder(Question).decode, msgspec.msgpack.Encoder().encode
-    while size := questions.read(8):
-        body = encode(answer(decode(questions.read(int.from_bytes(size, "big")))))
-        answers.write(len(body).to_bytes(8, "big") + body)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    os.nice(NICENESS)
-    serve(sys.stdin.buffer, sys.stdout.buffer)
