@@ -18,6 +18,8 @@ from pd_cluster.errors import ConfigError, Unavailable
 
 ANSWER_SLACK_S = 5.0
 MAX_LINE_BYTES = 100
+MAX_PATH_BYTES = 99
+"""Of the 107 that a Unix socket's path may have; the rest is for the number of a process."""
 READ_TIMEOUT_S = 5.0
 
 Drain = Callable[[float], Awaitable[bool]]
@@ -29,20 +31,26 @@ def default_socket() -> Path:
 
 
 class PrestopDoor:
-    """`async with PrestopDoor(path, drain)`: serves while inside. `drain(timeout_s)` says whether all was finished."""
+    """`async with PrestopDoor(path, drain)`: serves while inside. `drain(timeout_s)` says whether all was finished.
+
+    Whoever opens a door at the same path later takes it over.
+    """
 
     def __init__(self, path: Path, drain: Drain) -> None:
         self._path = path
         self._drain = drain
         self._server: asyncio.Server | None = None
+        self._inode: int | None = None
 
     async def __aenter__(self) -> Self:
-        if len(os.fsencode(self._path)) > 100:
-            raise ConfigError(f"the path of a Unix socket is at most 100 bytes long, got {self._path}")
-        self._path.unlink(missing_ok=True)  # of a process that was killed
+        if len(os.fsencode(self._path)) > MAX_PATH_BYTES:
+            raise ConfigError(f"the path of this socket may have {MAX_PATH_BYTES} bytes, got {self._path}")
+        opened = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         before = os.umask(0o177)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=MAX_LINE_BYTES)
+            self._server = await asyncio.start_unix_server(self._serve, opened, limit=MAX_LINE_BYTES)
+            self._inode = opened.stat().st_ino
+            opened.replace(self._path)  # at once, whoever else does the same
         except OSError as error:
             raise ConfigError(f"cannot open {self._path}: {error.strerror}; choose another with --socket") from error
         finally:
@@ -54,7 +62,9 @@ class PrestopDoor:
     ) -> None:
         assert self._server is not None
         self._server.close()
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

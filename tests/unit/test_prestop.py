@@ -2,6 +2,8 @@
 
 import asyncio
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,46 @@ async def test_a_socket_that_a_killed_process_left_is_no_hindrance(tmp_path: Pat
         assert await ask(path)
 
 
+async def test_the_latest_of_several_has_the_door_and_an_earlier_one_leaves_it_alone(tmp_path: Path) -> None:
+    async def drain(timeout_s: float) -> bool:
+        return timeout_s == 1.0
+
+    async def drain_later(timeout_s: float) -> bool:
+        return timeout_s == 2.0
+
+    path = tmp_path / "door"
+    earlier, later = PrestopDoor(path, drain), PrestopDoor(path, drain_later)
+    async with later:
+        async with earlier:
+            assert await ask(path, 1.0)
+        assert not path.exists()
+    async with earlier:
+        await later.__aenter__()
+        assert await ask(path, 2.0)
+    assert await ask(path, 2.0)
+    await later.__aexit__(None, None, None)
+    assert not path.exists()
+
+
+OPEN_AND_CLOSE = """
+import asyncio, sys
+from pathlib import Path
+from pd_cluster.launch.prestop import PrestopDoor
+async def drain(timeout_s): return True
+async def main():
+    for _ in range(300):
+        async with PrestopDoor(Path(sys.argv[1]), drain): await asyncio.sleep(0)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.processes
+def test_processes_that_open_the_door_together_are_in_nobodys_way(tmp_path: Path) -> None:
+    path = tmp_path / "door"
+    running = [subprocess.Popen([sys.executable, "-c", OPEN_AND_CLOSE, str(path)]) for _ in range(2)]
+    assert [process.wait(60) for process in running] == [0, 0]
+
+
 @pytest.mark.parametrize("line", [b"drain\n", b"drain soon\n", b"stop 1\n", b"\x80\x04K\x01.\n", b"x" * 5000 + b"\n"])
 async def test_what_is_no_request_drains_nothing(tmp_path: Path, line: bytes) -> None:
     async def drain(timeout_s: float) -> bool:
@@ -71,6 +113,6 @@ async def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     async def drain(timeout_s: float) -> bool:
         return True
 
-    with pytest.raises(ConfigError, match="at most 100 bytes"):
+    with pytest.raises(ConfigError, match="may have 99 bytes"):
         async with PrestopDoor(tmp_path / ("d" * 120), drain):
             pass
