@@ -78,7 +78,7 @@ from pathlib import Path
 from pd_cluster.launch.prestop import PrestopDoor
 async def drain(timeout_s): return True
 async def main():
-    for _ in range(300):
+    for _ in range(2000):
         async with PrestopDoor(Path(sys.argv[1]), drain): await asyncio.sleep(0)
 asyncio.run(main())
 """
