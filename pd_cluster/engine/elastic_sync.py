@@ -39,6 +39,8 @@ log = get_log(__name__)
 
 TICK_S = 0.25
 CALL_AGAIN_S = 0.05
+AWAITED_S = 0.5
+"""Whoever keeps a step from beginning for longer is named by `awaited`."""
 
 
 async def _nothing_to_begin(_formed: Formed) -> None:
@@ -87,6 +89,8 @@ class ElasticSync(StepSync):
         self._begun: dict[Rank, int] = {}  # followers, the generation that each has begun
         self._changed = asyncio.Event()
         self._failure: EngineError | None = None
+        self._hub = 0  # of the present generation
+        self._waiting_since_s: float | None = None  # a lead that has work: for the next step, here or at another lead
 
     # ---- connections
 
@@ -214,6 +218,7 @@ class ElasticSync(StepSync):
                 case Halt():
                     self._hang_up()
                 case Meet(hub, hello):
+                    self._hub = hub
                     if hub == self.dp_rank:
                         self._do(self.generations.hello(hello))
                     else:
@@ -237,6 +242,7 @@ class ElasticSync(StepSync):
             self._up = None
         self._formed = None
         self._early_notes = []
+        self._waiting_since_s = None
         self._go.clear()
         self._arrived.set()
         self._changed.set()
@@ -312,12 +318,35 @@ class ElasticSync(StepSync):
         if isinstance(go, EngineError):
             self._failure = self._failure or go
             self._changed.set()
+        self._waiting_since_s = None
         super()._arrive(go)
+
+    def _cast(self, vote: Vote) -> None:
+        super()._cast(vote)
+        assert self._votes is not None
+        if self._votes.missing:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self._clock.now_s()
+
+    def awaited(self) -> list[Rank]:
+        """Leads that keep work waiting between two steps: at the hub those that have not voted, at another lead the
+        hub, whomever that waits for itself. Any thread may ask.
+        """
+        since_s, votes = self._waiting_since_s, self._votes
+        if since_s is None or self._clock.now_s() - since_s < AWAITED_S:
+            return []
+        late = votes.missing if votes is not None else [self._hub]
+        return [Rank(dp_rank * self._tensor_parallel) for dp_rank in late]
 
     # ---- of a lead
 
     def vote(self, step: int, num_tokens: int) -> None:
         if not self.generations.is_over and (self._votes is not None or self._up is not None):
+            if num_tokens and not self.is_hub:
+                self._wait()
             super().vote(step, num_tokens)
 
     async def go(self) -> Go:

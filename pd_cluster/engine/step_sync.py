@@ -135,6 +135,12 @@ class Votes:
         self._tokens[vote.dp_rank] = vote.num_tokens
         return self.go()
 
+    @property
+    def missing(self) -> list[int]:
+        """Leads whose votes keep a step that has work from beginning."""
+        tokens = self._tokens.copy()
+        return [lead for lead, num_tokens in enumerate(tokens) if num_tokens is None] if any(tokens) else []
+
     def go(self) -> Go | None:
         """The next Go, if every lead has voted and there is work or a decision."""
         tokens = [t for t in self._tokens if t is not None]

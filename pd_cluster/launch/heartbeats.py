@@ -1,9 +1,10 @@
 """Which members of an engine give no sign of life: a pure reading of their heartbeats.
 
 Every rank counts a heartbeat up a few times a second, and says of which ranks it waits in vain. A heartbeat that stands
-still is a death, sooner when a peer has noticed too. A member that beats but is waited for all the time hangs, or the
-network between it and its peers is cut: the group cannot go on with it either. When nobody is heard at all, the store
-or this process is the likelier cause, and only the end of the lease is proof.
+still is a death, sooner when a peer has noticed too, within a step or between two. A member that beats but whose rows
+are waited for all the time hangs, or the network between it and its peers is cut: the group cannot go on with it
+either. When nobody is heard at all, the store or this process is the likelier cause, and only the end of the lease is
+proof.
 
 How long is too long is measured: where all beat late because their machines are busy, more patience is right. Time in
 which nobody looked does not count: beats may have come meanwhile, and what a late look finds may be older than itself.
@@ -52,6 +53,7 @@ class _Pulse(Struct):
     since_s: float  # when the count was first seen at this value
     is_first: bool = True
     suspects: frozenset[Rank] = frozenset()
+    awaited: frozenset[Rank] = frozenset()
 
 
 class Heartbeats:
@@ -99,7 +101,7 @@ class Heartbeats:
                 if not pulse.is_first:  # it beat at some time since the last look: at least so long it took
                     gap_s = (now_s - since_look_s - pulse.since_s) / max(1, beat.count - pulse.count)
                     self._longest_s = max(self._longest_s, gap_s)
-                self._pulses[rank] = _Pulse(beat.count, now_s, False, frozenset(beat.suspects))
+                self._pulses[rank] = _Pulse(beat.count, now_s, False, frozenset(beat.suspects), frozenset(beat.awaited))
         waited_for = {dp_rank for dp_rank, peers in self._suspected(now_s).items() if peers}
         for dp_rank in waited_for:
             self._waited_since_s.setdefault(dp_rank, now_s)
@@ -114,7 +116,7 @@ class Heartbeats:
         if all(age_s >= limit_s for age_s in ages.values()):
             still = dict.fromkeys(ages, LEASE_S)
         else:
-            suspected = self._suspected(now_s)
+            suspected = self._suspected(now_s, between_steps=True)
             still = {
                 rank: min(limit_s, self._sooner_s)
                 if suspected[self._member(rank)]
@@ -157,13 +159,15 @@ class Heartbeats:
         peers = ", ".join(map(str, sorted(suspected[worst])))
         return {worst: f"DP ranks {peers} waited for DP rank {worst} for {now_s - self._waited_since_s[worst]:.1f} s"}
 
-    def _suspected(self, now_s: float) -> dict[int, set[int]]:
-        """DP rank -> the others that wait for it, as far as these are alive themselves."""
+    def _suspected(self, now_s: float, *, between_steps: bool = False) -> dict[int, set[int]]:
+        """DP rank -> the others that wait for it, as far as these are alive themselves. `between_steps` too a member
+        may hold others up that is well, as the hub does while experts are brought back.
+        """
         found: dict[int, set[int]] = {self._member(rank): set() for rank in self._pulses}
         for rank, pulse in self._pulses.items():
             if now_s - pulse.since_s >= self._sooner_s:
                 continue
-            for suspect in pulse.suspects:
+            for suspect in pulse.suspects | pulse.awaited if between_steps else pulse.suspects:
                 peer = self._member(suspect)
                 if peer in found and peer != self._member(rank):
                     found[peer].add(self._member(rank))

@@ -49,7 +49,7 @@ class Rendezvous(Protocol):
         takes, on a thread of the caller's. Raises EngineError when nobody can issue it any more.
         """
 
-    def beat(self, count: int, suspects: list[Rank]) -> None:
+    def beat(self, beat: Beat) -> None:
         """Tell the supervisor that this rank lives; called from a thread of its own. Raises Unavailable."""
 
     def released(self, generation: int, refused: str | None) -> None:
@@ -95,10 +95,10 @@ class StoreRendezvous:
         except DistError as error:
             raise EngineError(f"no roster will follow {generation}: {error}") from error
 
-    def beat(self, count: int, suspects: list[Rank]) -> None:
+    def beat(self, beat: Beat) -> None:
         if self._beats is None:
             self._beats = self._connection(TIMEOUT_S)
-        self._beats.beat(Beat(count, suspects))
+        self._beats.beat(beat)
 
     def released(self, generation: int, refused: str | None) -> None:
         self._own.release(Release(generation, refused))
@@ -200,8 +200,8 @@ class LocalRendezvous:
     def roster_after(self, generation: int) -> Roster:
         return self._board.roster(generation + 1)
 
-    def beat(self, count: int, suspects: list[Rank]) -> None:
-        self._board.beats[self._life, self._rank] = Beat(count, suspects)
+    def beat(self, beat: Beat) -> None:
+        self._board.beats[self._life, self._rank] = beat
 
     def released(self, generation: int, refused: str | None) -> None:
         self._board.releases[generation] = refused

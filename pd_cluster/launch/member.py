@@ -24,7 +24,7 @@ from pd_cluster.errors import EngineError, PdClusterError, TransferFailed, Unava
 from pd_cluster.ids import EngineEpoch, Rank
 from pd_cluster.launch.meeting import Rendezvous
 from pd_cluster.launch.placements import Placements
-from pd_cluster.launch.spec import RankSpec
+from pd_cluster.launch.spec import Beat, RankSpec
 from pd_cluster.log import get_log
 from pd_cluster.parallel.one_sided import NixlDispatcher
 from pd_cluster.parallel.roster import Roster
@@ -109,7 +109,7 @@ class Member:
         with contextlib.suppress(Unavailable):  # the lease says what follows from that
             while not self._closing.wait(BEAT_S if count else 0.0):
                 count += 1
-                self._rendezvous.beat(count, self._dispatcher.suspects())
+                self._rendezvous.beat(Beat(count, self._dispatcher.suspects(), self._sync.awaited()))
 
     def _read_rosters(self) -> None:
         before: Roster | None = None

@@ -131,11 +131,13 @@ class RankProgress(Struct, frozen=True, array_like=True):
 
 class Beat(Struct, frozen=True, array_like=True):
     """A rank of an elastic engine lives: `count` has grown since the last one. `suspects`: ranks whose rows it has been
-    waiting for longer than it should.
+    waiting for longer than it should. `awaited`: those that keep the next step from beginning, or wait for such
+    a one themselves.
     """
 
     count: int
     suspects: list[Rank] = []
+    awaited: list[Rank] = []
 
 
 class Release(Struct, frozen=True, array_like=True):

@@ -325,6 +325,33 @@ async def test_a_step_that_waits_for_the_dead_is_void_and_its_work_done_again(vi
         assert all(at + 1 in member.engines[0].steps for member in survivors)
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+async def test_whoever_keeps_work_waiting_between_steps_is_named(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.engine.elastic_sync.AWAITED_S", 0.1)
+    async with Group(3, 1, 0) as group:
+        await group.until_formed()
+        syncs = [group.members[dp_rank].syncs[0] for dp_rank in range(3)]
+        for index in range(3):
+            group.members[index].add(f"r{index}", prompt_of(index))
+        await until(lambda: all(member.tokens for member in group.living))
+        assert not any(sync.awaited() for sync in syncs)
+        monkeypatch.setattr(syncs[victim], "vote", lambda _step, _num_tokens: None)
+        assert [sync.dp_rank for sync in syncs if sync.is_hub] == [0]
+        others = [sync for sync in syncs if sync.dp_rank != victim]
+        await until(lambda: all(sync.awaited() for sync in others))
+        named = {sync.dp_rank: sync.awaited() for sync in others}
+        assert named == ({1: [0], 2: [0]} if victim == 0 else {0: [2], 1: [0]})
+
+
+async def test_idle_ranks_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.engine.elastic_sync.AWAITED_S", 0.0)
+    async with Group(3, 1, 0) as group:
+        await group.until_formed()
+        group.members[1].add("r1", prompt_of(1))
+        await until(lambda: len(group.members[1].ended) == 1)
+        await until(lambda: not any(member.syncs[0].awaited() for member in group.living))
+
+
 async def test_a_roster_that_only_tells_some_to_leave_voids_no_step() -> None:
     async with Group(2, 1, 0) as group:
         await group.until_formed()

@@ -410,6 +410,7 @@ class Beating:
         self.counts: dict[Rank, int] = {}
         self.silent: set[int] = set()
         self.suspects: dict[int, list[Rank]] = {}
+        self.awaited: dict[int, list[Rank]] = {}
 
     def until_lost(self, within_s: float) -> tuple[float, str] | None:
         """When the first member was lost, and why."""
@@ -420,7 +421,10 @@ class Beating:
             if self.num_ticks % round(10 * self.every_s) == 0:
                 beats = {rank for rank in self.life.beating if rank not in self.silent}
                 self.counts |= {rank: self.counts.get(rank, -1) + (rank in beats) for rank in self.life.beating}
-            seen = {rank: Beat(self.counts.get(rank, -1), self.suspects.get(rank, [])) for rank in self.life.beating}
+            seen = {
+                rank: Beat(self.counts.get(rank, -1), self.suspects.get(rank, []), self.awaited.get(rank, []))
+                for rank in self.life.beating
+            }
             for action in self.life.beats(seen, self.now_s):
                 if isinstance(action, EngineLost):
                     return self.now_s - start_s, action.reason
@@ -443,15 +447,25 @@ def test_a_heartbeat_that_stands_still_is_a_death() -> None:
     assert beating.life.members[1].stage is Stage.ENDING
 
 
-def test_one_that_a_peer_waits_for_is_dead_sooner() -> None:
+@pytest.mark.parametrize("what", ["suspects", "awaited"])
+def test_one_that_a_peer_waits_for_is_dead_sooner(what: str) -> None:
     beating = Beating()
     beating.until_lost(1.0)
-    beating.silent, beating.suspects = {1}, {0: [Rank(1)]}
+    beating.silent = {1}
+    setattr(beating, what, {0: [Rank(1)]})
     lost = beating.until_lost(10.0)
     assert lost is not None
     assert SUSPECTED_STILL_S - 0.11 <= lost[0] <= SUSPECTED_STILL_S + 0.11
     beating.life.exited(Rank(1), None, beating.now_s)
     assert beating.life.members[1].first_dead == {1}, "it did not die for another's sake"
+
+
+def test_a_hub_that_beats_may_keep_the_next_step_waiting() -> None:
+    """While experts are brought back, for one."""
+    beating = Beating()
+    beating.until_lost(1.0)
+    beating.awaited = {1: [Rank(0)], 2: [Rank(0)]}
+    assert beating.until_lost(3 * WAITED_FOR_S) is None
 
 
 def test_where_all_beat_late_more_patience_is_right_until_they_beat_in_time_again() -> None:

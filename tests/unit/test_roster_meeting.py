@@ -65,7 +65,7 @@ def test_a_rank_waits_for_the_next_roster_and_gets_each_in_turn() -> None:
         assert got == [ROSTERS[0]]
         assert rank.roster_after(0) == ROSTERS[1]
         thread, got = waiting(lambda: rank.roster_after(1))
-        rank.beat(1, [])  # nobody waits behind the one who waits for a roster
+        rank.beat(Beat(1, []))  # nobody waits behind the one who waits for a roster
         server.issue(EPOCH, ROSTERS[2])
         thread.join(10)
         assert got == [ROSTERS[2]]
@@ -78,8 +78,8 @@ def test_what_a_member_says_belongs_to_its_life_and_what_the_group_says_to_the_e
     try:
         old, new = (StoreRendezvous(spec(server, 1, life)) for life in (LIVES[1], EngineEpoch("c")))
         old.report(RankReport(rank=Rank(1), pid=1))
-        old.beat(7, [Rank(0)])
-        new.beat(1, [])
+        old.beat(Beat(7, [Rank(0)]))
+        new.beat(Beat(1, []))
         new.released(1, None)
         old.end_engine("out of slots")
         new.end_engine("a later reason")
@@ -167,7 +167,7 @@ async def test_ranks_of_one_process_meet_on_a_board() -> None:
     first = asyncio.create_task(asyncio.to_thread(rank.roster_after, -1))
     board.issue(ROSTERS[0])
     assert await first == ROSTERS[0]
-    rank.beat(3, [Rank(0)])
+    rank.beat(Beat(3, [Rank(0)]))
     rank.released(1, "no slot is free")
     assert board.beats == {(LIVES[1], Rank(1)): Beat(3, [Rank(0)])}
     assert board.releases == {1: "no slot is free"}
